@@ -1,0 +1,24 @@
+"""The process environment: the one place that reads or sets environment variables.
+
+Owns: thread and library switches that must stand before torch is imported, and the few variables a user may set.
+Refuses to know: settings of a run. Always holds: what the user set in the environment wins.
+"""
+
+import os
+import sys
+
+# OpenMP's waiting threads spin by default; on few cores that makes small models five to fifty times slower.
+_BEFORE_TORCH = {
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def prepare_process() -> None:
+    """Set what must stand before torch is imported. Does nothing once torch is loaded, since it would be too late."""
+    if "torch" in sys.modules:
+        return
+    for name, value in _BEFORE_TORCH.items():
+        os.environ.setdefault(name, value)

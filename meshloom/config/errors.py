@@ -1,0 +1,22 @@
+"""Errors a user can act on.
+
+Owns: the one exception type for bad input. Always holds: it says what, where, why and what to change, and it is raised
+before anything is written over.
+"""
+
+
+class UserError(Exception):
+    """Bad input: a setting, a file, a row, a model folder. The command line prints it and exits with code 2.
+
+    Args:
+        what: the fault in one sentence.
+        where: the setting, file or row it is in.
+        why: the reason it cannot work, when ``what`` does not say it.
+        fix: what to change, with the nearest values that work.
+    """
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+        lines = [what]
+        lines += [f"  {label}: {text}" for label, text in (("where", where), ("why", why), ("change", fix)) if text]
+        super().__init__("\n".join(lines))

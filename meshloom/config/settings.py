@@ -1,0 +1,364 @@
+"""The settings of a run: typed, frozen, one default per field.
+
+Owns: every number and switch a user may set, its default, its range and its meaning. Refuses to know: devices, tensors,
+files' contents. Always holds: an unknown key is an error, a value never changes after it is read, and a field that no
+room reads fails the tests.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Settings(BaseModel):
+    """Base of every group of settings: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) through peft; the base stays frozen."""
+
+    rank: Count = 16
+    """Rank of the adapters."""
+    alpha: Positive = 32.0
+    """Scale of the adapters: they are multiplied by alpha / rank."""
+    dropout: Share = 0.0
+    """Dropout on the adapters' input. Anything but 0 makes sampler and trainer disagree."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the layers that get an adapter, or ``all-linear``: every linear layer but the head."""
+
+
+class ModelSettings(Settings):
+    """Which model is trained and in which arithmetic."""
+
+    path: str
+    """Hugging Face folder: config.json, safetensors, tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Arithmetic of forward and backward. ``auto``: bfloat16 on a GPU, float32 elsewhere. The optimizer always works on
+    float32 master weights and float32 gradients."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations: less memory, about a third more time."""
+    logits_chunk_bytes: Count = 64 * 2**20
+    """Bound on the bytes of logits alive at once; log-probs and entropy are computed in chunks of this size."""
+    lora: LoraSettings | None = None
+    """Train adapters instead of the whole model."""
+
+
+class SourceSettings(Settings):
+    """Where rows come from. Exactly one of ``files``, ``dataset`` and ``reasoning_gym`` is given."""
+
+    files: tuple[str, ...] = ()
+    """Parquet (.parquet) or JSON Lines (.jsonl) files, read in this order."""
+    dataset: str | None = None
+    """Name or folder for ``datasets.load_dataset`` (extra: datasets)."""
+    split: str = "train"
+    """Split of ``dataset``."""
+    reasoning_gym: str | None = None
+    """Task name of reasoning-gym; its own verifier is then the default reward."""
+    task: dict[str, int | float | bool | str] = Field(default_factory=dict)
+    """The task's own arguments, as reasoning-gym names them (``min_digits``, ``max_terms``, …)."""
+    size: Count = 1000
+    """Problems to generate from ``reasoning_gym``."""
+    seed: int = 0
+    """Seed of the generated problems."""
+    max_rows: Count | None = None
+    """Use at most this many rows, the first ones."""
+
+
+class Overlong(StrEnum):
+    """What to do with a prompt longer than ``max_prompt_tokens``."""
+
+    ERROR = "error"
+    DROP = "drop"
+
+
+class DataSettings(Settings):
+    """Prompts: their source, columns, template and length."""
+
+    train: SourceSettings
+    """Rows to train on."""
+    validation: SourceSettings | None = None
+    """Rows to validate on; none: no validation."""
+    prompt_column: str = "prompt"
+    """Column of the prompt: a string, or a chat as a list of {role, content}."""
+    answer_column: str = "answer"
+    """Column of the answer in plain rows; rows with ``reward_model.ground_truth`` (verl's format) need none."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """Render prompts with the tokenizer's chat template. ``auto``: chats always, strings if the tokenizer has a template."""
+    system_prompt: str | None = None
+    """Put before each chat as a system message."""
+    max_prompt_tokens: Count = 512
+    """Longest prompt, in tokens after the template."""
+    overlong_prompts: Overlong = Overlong.ERROR
+    """A longer prompt is an error that names its row, or is dropped and counted."""
+    shuffle: bool = True
+    """A new order of the prompts in each epoch, from the run's seed."""
+
+
+class RewardSettings(Settings):
+    """How a response gets its number."""
+
+    function: str | None = None
+    """``file.py:function``, or a named verifier: ``exact_match``, ``regex``, ``math_verify``, ``reasoning_gym``.
+    Default: the verifier of the data source where it has one."""
+    kwargs: dict[str, int | float | bool | str | None] = Field(default_factory=dict)
+    """Further keyword arguments of the function."""
+    workers: Count | None = None
+    """Processes that score side by side. Default: the processors this process may use."""
+    deadline_s: Positive = 10.0
+    """Seconds one sample may take; then its process is killed and the sample is invalid."""
+    max_invalid_share: Share = 0.5
+    """A step with a larger share of invalid rewards stops the run."""
+
+
+class SamplingSettings(Settings):
+    """The distribution a token is drawn from."""
+
+    temperature: NotNegative = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this (nucleus sampling)."""
+    top_k: CountOrZero = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    min_p: Share = 0.0
+    """Drop tokens less likely than this share of the most likely one."""
+
+
+class RolloutSettings(Settings):
+    """How responses are generated while training."""
+
+    engine: Literal["torch"] = "torch"
+    """``torch``: the embedded engine on the trainer's own weights."""
+    sampling: SamplingSettings = SamplingSettings()
+    """The sampling distribution of training samples."""
+    max_response_tokens: Count = 512
+    """Longest response, in tokens."""
+    ignore_eos: bool = False
+    """Generate exactly ``max_response_tokens`` tokens, for benchmarks."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, besides the model's own end tokens."""
+    max_sequences: Count = 256
+    """Sequences decoded at once."""
+    kv_cache_bytes: Count | None = None
+    """Bound on the bytes of the key-value cache. Default: a quarter of the free memory."""
+    prefill_tokens: Count = 8192
+    """Prompt tokens computed in one pass."""
+    deadline_s: Positive = 3600.0
+    """Seconds a step's generation may take; unfinished samples are then dropped with their group and counted."""
+
+
+class KlPlace(StrEnum):
+    """Where the divergence from the reference enters."""
+
+    NONE = "none"
+    LOSS = "loss"
+    REWARD = "reward"
+
+
+class AlgorithmSettings(Settings):
+    """The choices that make an algorithm, each by its own name."""
+
+    advantage: str = "grpo"
+    """Advantage estimator, by name (``meshloom.algorithms.ADVANTAGES``)."""
+    normalize_by_std: bool = True
+    """Divide by the group's standard deviation where the estimator knows it; false is Dr. GRPO."""
+    gamma: Share = 1.0
+    """Discount per token of the model."""
+    policy_loss: str = "ppo"
+    """Policy loss, by name (``meshloom.algorithms.POLICY_LOSSES``)."""
+    reduction: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """How token losses become one number; denominators are those of the whole update."""
+    reduction_constant: Positive | None = None
+    """Divisor of ``seq-mean-token-sum-norm``."""
+    clip_low: NotNegative = 0.2
+    """The probability ratio is clipped below at 1 − clip_low."""
+    clip_high: NotNegative = 0.2
+    """The probability ratio is clipped above at 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """Bound on the loss of a negative advantage, as a multiple of it (Ye et al. 2020, arXiv:1912.09729)."""
+    kl: KlPlace = KlPlace.NONE
+    """``loss``: a term of the loss; ``reward``: subtracted from token rewards; ``none``: the reference is not used."""
+    kl_estimator: str = "k3"
+    """Estimator of the divergence: k1, abs, k2, k3, or one with ``+`` for k2's gradient."""
+    kl_coefficient: NotNegative = 0.001
+    """Weight of the divergence."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
+    max_lag_versions: CountOrZero = 0
+    """How many weight versions a sample may be older than the weights it trains; 0 is on-policy."""
+    max_sampler_gap: Positive | None = 0.5
+    """Stop the run when mean |Δ log-prob| between sampler and trainer exceeds this; none: only measure."""
+
+
+class BatchSettings(Settings):
+    """The batch ledger's given numbers; all others follow."""
+
+    prompts_per_step: Count = 64
+    """Prompts a step consumes."""
+    samples_per_prompt: Count = 8
+    """Samples of each prompt: a group."""
+    prompts_per_update: Count | None = None
+    """Prompts whose samples make one optimizer update. Default: ``prompts_per_step``, one update a step."""
+    epochs_per_step: Count = 1
+    """Passes over a step's samples."""
+    tokens_per_microbatch: Count = 16384
+    """Tokens one device holds at once in a forward and backward pass: a hard bound that never changes the result."""
+    samples_per_microbatch: Count | None = None
+    """Further bound in samples."""
+    steps: Count | None = None
+    """Steps of the run. Default: from ``epochs``."""
+    epochs: Count = 1
+    """Passes over the prompts, when ``steps`` is not given."""
+
+
+class OptimizerSettings(Settings):
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on float32 master weights. Schedules advance per optimizer update."""
+
+    lr: NotNegative = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """Decay of the two moments."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NotNegative = 0.01
+    """Decoupled weight decay; on matrices only, not on biases, norms and embeddings."""
+    max_grad_norm: Positive | None = 1.0
+    """Clip the gradient to this norm; none: do not clip."""
+    warmup_updates: CountOrZero = 0
+    """Updates over which the rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up, over the updates of the whole run."""
+    min_lr_ratio: Share = 0.0
+    """Share of the peak rate that linear and cosine schedules end at."""
+
+
+class ValidationSettings(Settings):
+    """Evaluation during a run."""
+
+    every_steps: CountOrZero = 10
+    """Steps between evaluations; 0: never. The last step is always evaluated when validation data are given."""
+    before_training: bool = True
+    """Evaluate before the first step."""
+    samples_per_prompt: Count = 1
+    """Samples of each prompt; mean@k and pass@k are reported for more than one."""
+    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
+    """Greedy by default."""
+    max_response_tokens: Count | None = None
+    """Default: as in training."""
+    success_threshold: float = 1.0
+    """A reward of at least this counts as solved, for accuracy and pass@k."""
+
+
+class CheckpointSettings(Settings):
+    """When a run is saved and what is kept."""
+
+    every_steps: CountOrZero = 50
+    """Steps between checkpoints; 0: only at the end. The last step is always saved."""
+    keep_last: Count = 2
+    """Newest checkpoints that are kept."""
+    keep_best: CountOrZero = 1
+    """Best checkpoints by validation accuracy that are kept besides."""
+    asynchronous: bool = True
+    """Write in the background while the next step runs."""
+
+
+class LoggingSettings(Settings):
+    """What is written and shown."""
+
+    loggers: tuple[str, ...] = ("tensorboard",)
+    """Besides the run folder's own JSON Lines: tensorboard, wandb, mlflow, swanlab."""
+    project: str = "meshloom"
+    """Project name for loggers that have projects."""
+    samples_per_step: CountOrZero | None = None
+    """Samples of each step written to samples.jsonl; none: all."""
+    table: bool | None = None
+    """Live table on the terminal. Default: when it is a terminal."""
+
+
+class TrainSettings(Settings):
+    """Everything that decides an RL run (``meshloom train``)."""
+
+    run_dir: str
+    """Folder of the run: settings, plan, metrics, samples, checkpoints, report."""
+    seed: int = 0
+    """Seed of everything random: order of prompts, sampling, adapters."""
+    device: str = "auto"
+    """``auto``: the first GPU, or the processor; or ``cpu``, ``cuda``, ``cuda:1``."""
+    model: ModelSettings
+    data: DataSettings
+    reward: RewardSettings = RewardSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    batch: BatchSettings = BatchSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    validation: ValidationSettings = ValidationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    logging: LoggingSettings = LoggingSettings()
+
+
+class SftBatchSettings(Settings):
+    """Batch numbers of supervised fine-tuning."""
+
+    samples_per_update: Count = 64
+    """Samples of one optimizer update."""
+    tokens_per_microbatch: Count = 16384
+    """Tokens one device holds at once: a hard bound that never changes the result."""
+    samples_per_microbatch: Count | None = None
+    """Further bound in samples."""
+    steps: Count | None = None
+    """Updates of the run. Default: from ``epochs``."""
+    epochs: Count = 1
+    """Passes over the rows, when ``steps`` is not given."""
+
+
+class SftDataSettings(DataSettings):
+    """Rows of supervised fine-tuning: a prompt and a response, or a whole chat."""
+
+    response_column: str = "response"
+    """Column of the response that is learned. A chat that ends with an assistant message needs none."""
+    max_response_tokens: Count = 1024
+    """Longest response in tokens, its end token included."""
+
+
+class SftSettings(Settings):
+    """Everything that decides a supervised run (``meshloom sft``)."""
+
+    run_dir: str
+    """Folder of the run: settings, plan, metrics, checkpoints, report."""
+    seed: int = 0
+    """Seed of everything random."""
+    device: str = "auto"
+    """As in training."""
+    model: ModelSettings
+    data: SftDataSettings
+    batch: SftBatchSettings = SftBatchSettings()
+    optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    logging: LoggingSettings = LoggingSettings()
+
+
+class EvalSettings(Settings):
+    """Everything that decides an evaluation (``meshloom eval``)."""
+
+    run_dir: str
+    """Folder of the results."""
+    seed: int = 0
+    """Seed of the sampling."""
+    device: str = "auto"
+    """As in training."""
+    model: ModelSettings
+    data: DataSettings
+    """Only ``data.validation`` is evaluated, or ``data.train`` where there is none."""
+    reward: RewardSettings = RewardSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    validation: ValidationSettings = ValidationSettings()

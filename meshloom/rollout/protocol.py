@@ -1,0 +1,100 @@
+"""What every rollout engine offers: token ids in, token ids and log-probabilities out.
+
+Owns: the records that travel to and from an engine, and the protocol. Refuses to know: text (but for stop strings, which
+an engine matches through a ``decode`` function it is given), rewards, losses.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """The distribution tokens are drawn from, and when to stop.
+
+    Filters apply in this order, on the logits divided by the temperature: top-k, top-p, min-p. Temperature 0 is greedy.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how many samples of it are wanted; the prompt is computed once for all of them.
+
+    Args:
+        id: the caller's own number of the request, unique among those in flight.
+        prompt_ids: tokens of the prompt, at least one.
+        params: the sampling distribution.
+        seeds: one seed a sample; a sample's tokens depend on its seed and prompt, not on what else is in the batch.
+    """
+
+    id: int
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    seeds: Sequence[int]
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """The model's end token, a stop id or a stop string; it is the last of ``ids``."""
+    LENGTH = "length"
+    """``max_tokens`` were generated."""
+    ABORTED = "aborted"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished sample.
+
+    Args:
+        request_id: the request's id.
+        index: which of the request's samples this is.
+        ids: generated tokens, the one that ended the sample included.
+        logprobs: log-probability of each under the sampling distribution (after temperature and filters).
+        versions: version of the weights that sampled each token.
+        finish: why it ended.
+    """
+
+    request_id: int
+    index: int
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: FinishReason
+
+
+class Engine(Protocol):
+    """A rollout engine. Every wait has a deadline."""
+
+    version: int
+
+    def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
+        """Yield each sample as it finishes. After ``deadline_s`` seconds the rest come with ``FinishReason.DEADLINE``."""
+        ...
+
+    def abort(self, request_id: int) -> None:
+        """End a request's unfinished samples; they come with ``FinishReason.ABORTED``."""
+        ...
+
+    def load_weights(self, version: int) -> None:
+        """The weights changed: what was computed with older ones (cached prefixes) is forgotten."""
+        ...
+
+    def sleep(self) -> None:
+        """Give up the memory of the cache."""
+        ...
+
+    def wake(self) -> None:
+        """Take it back."""
+        ...
