@@ -1,0 +1,111 @@
+"""The output head of a causal language model: from hidden states to logits.
+
+Owns: which weight projects to the vocabulary, and what a family does to the logits afterwards (scaling, soft cap).
+Refuses to know: which rows are wanted, sampling, losses. Always holds: sampler and trainer use this one function, so
+they cannot disagree about it; weights are read when used, so an update in place is seen; logits leave in float32
+(float64 for a float64 model).
+
+Legend: N rows, D hidden, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meshloom.config.errors import UserError
+from meshloom.train.attention import PackedAttention
+
+
+def plain_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, out of a peft wrapper if there is one (adapters stay in its layers)."""
+    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
+
+
+def decoder_of(model: nn.Module) -> PreTrainedModel:
+    """The stack of layers without the output head: ids in, ``last_hidden_state`` out."""
+    return plain_model(model).get_decoder()
+
+
+class OutputHead:
+    """The projection to the vocabulary of a causal language model.
+
+    Args:
+        model: a transformers causal language model, or one in a peft wrapper.
+
+    Raises:
+        UserError: if the head is not a plain linear layer (none at all, or an adapter on it).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        base = plain_model(model)
+        linear = base.get_output_embeddings()
+        if not isinstance(linear, nn.Linear):
+            raise UserError(
+                f"the output head of {type(base).__name__} is {type(linear).__name__}, not a plain linear layer",
+                why="log-probabilities are computed from its weight in chunks, past any adapter on it",
+                fix="leave the head out of the adapter's target modules",
+            )
+        self._linear = linear
+        config = base.config.get_text_config().to_dict()
+        self.scale: float = _scale(config)
+        self.softcap: float | None = config.get("final_logit_softcapping")
+
+    @property
+    def weight(self) -> Tensor:
+        """The projection, [V, D]."""
+        return self._linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Its bias, [V], if the family has one."""
+        return self._linear.bias
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Logits of hidden states, [N, V]. Differentiable in the hidden states and the weight."""
+        return self.finish(nn.functional.linear(hidden_ND, self.weight, self.bias))
+
+    def finish(self, projected_NV: Tensor) -> Tensor:
+        """What comes after the matrix product: float32, scaling, soft cap. Works on any slice of the vocabulary."""
+        logits = projected_NV if projected_NV.dtype == torch.float64 else projected_NV.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+def _scale(config: dict) -> float:
+    """What a family multiplies its logits by."""
+    family = config["model_type"]
+    if family.startswith("granite"):
+        return 1.0 / config.get("logits_scaling", 1.0)
+    if family.startswith("cohere"):
+        return float(config.get("logit_scale", 1.0))
+    return 1.0
+
+
+@torch.no_grad()
+def check_head(model: nn.Module) -> None:
+    """Compare the head with the model's own forward on a few tokens: a family with a rule unknown here is refused.
+
+    The model must attend through layouts (``use_layouts``).
+
+    Raises:
+        UserError: if the logits differ.
+    """
+    device = plain_model(model).get_input_embeddings().weight.device
+    ids = torch.arange(4, device=device)[None]
+    inputs = {"input_ids": ids, "position_ids": ids, "layout": PackedAttention([4]), "use_cache": False}
+    was_training = model.training
+    model.eval()
+    try:
+        theirs = plain_model(model)(**inputs).logits[0].float()
+        ours = OutputHead(model).logits(decoder_of(model)(**inputs).last_hidden_state[0]).float()
+    finally:
+        model.train(was_training)
+    gap, size = float((theirs - ours).abs().max()), float(theirs.abs().max())
+    if not gap <= 0.02 * size + 1e-6:
+        raise UserError(
+            f"{type(plain_model(model)).__name__} changes its logits in a way that is not known here",
+            why=f"its own logits and ours differ by {gap:.3g}, the largest is {size:.3g}",
+        )
