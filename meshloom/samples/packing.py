@@ -16,7 +16,9 @@ class SampleTooLong(ValueError):
         super().__init__(f"sample {index} has {tokens} tokens, a microbatch holds {budget}")
 
 
-def pack(lengths: Sequence[int], *, tokens_per_microbatch: int, samples_per_microbatch: int | None = None) -> list[list[int]]:
+def pack(
+    lengths: Sequence[int], *, tokens_per_microbatch: int, samples_per_microbatch: int | None = None
+) -> list[list[int]]:
     """Cut samples into balanced microbatches.
 
     Longest first, each sample goes to the lightest microbatch; the number of microbatches is the smallest that this

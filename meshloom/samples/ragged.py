@@ -38,7 +38,11 @@ class Samples:
 
     def __post_init__(self) -> None:
         total, count = int(self.lengths.sum()), len(self.lengths)
-        for kind, columns, size in (("token", self.tokens, total), ("sample", self.rows, count), ("meta", self.meta, count)):
+        for kind, columns, size in (
+            ("token", self.tokens, total),
+            ("sample", self.rows, count),
+            ("meta", self.meta, count),
+        ):
             for name, column in columns.items():
                 if len(column) != size:
                     raise ValueError(f"{kind} column {name!r} has {len(column)} entries, expected {size}")
@@ -127,7 +131,9 @@ def concat(parts: Sequence[Samples]) -> Samples:
     for part in parts:
         for kind in ("tokens", "rows", "meta"):
             if getattr(part, kind).keys() != getattr(first, kind).keys():
-                raise ValueError(f"{kind} columns differ: {sorted(getattr(first, kind))} and {sorted(getattr(part, kind))}")
+                raise ValueError(
+                    f"{kind} columns differ: {sorted(getattr(first, kind))} and {sorted(getattr(part, kind))}"
+                )
     return Samples(
         lengths=torch.cat([part.lengths for part in parts]),
         tokens={name: torch.cat([part.tokens[name] for part in parts]) for name in first.tokens},

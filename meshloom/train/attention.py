@@ -20,7 +20,9 @@ NAME = "meshloom"
 class AttentionLayout(Protocol):
     """Where a layer's keys and values are and which queries may see them."""
 
-    def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
         """Attention output of the tokens at hand, [T, H, D]. ``window``: a token sees itself and window − 1 before it."""
         ...
 
@@ -40,11 +42,17 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function transformers calls in each layer: query [1, H, T, D], key and value [1, K, T, D]."""
     if layout is None:
-        raise RuntimeError(f"{type(module).__name__} did not hand the attention layout down; this model family is not supported")
+        raise RuntimeError(
+            f"{type(module).__name__} did not hand the attention layout down; this model family is not supported"
+        )
     if unused.get("softcap") is not None or unused.get("s_aux") is not None:
-        raise RuntimeError(f"{type(module).__name__} caps attention scores or uses sinks; this model family is not supported")
+        raise RuntimeError(
+            f"{type(module).__name__} caps attention scores or uses sinks; this model family is not supported"
+        )
     if dropout:
-        raise RuntimeError("attention dropout makes sampler and trainer disagree; set attention_dropout to 0 in the model's config")
+        raise RuntimeError(
+            "attention dropout makes sampler and trainer disagree; set attention_dropout to 0 in the model's config"
+        )
     out = layout.attend(module.layer_idx, query[0], key[0], value[0], scale=scaling, window=sliding_window)
     return out.unsqueeze(0), None
 
@@ -73,15 +81,21 @@ class PackedAttention:
             self.runs.append((length, count + 1))
         self._masks: dict[tuple[int, int], Tensor] = {}
 
-    def attend(self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
         sizes = [length * count for length, count in self.runs]
         grouped = query_HTD.shape[0] != key_KTD.shape[0]
         outputs = []
-        parts = zip(self.runs, query_HTD.split(sizes, 1), key_KTD.split(sizes, 1), value_KTD.split(sizes, 1), strict=True)
+        parts = zip(
+            self.runs, query_HTD.split(sizes, 1), key_KTD.split(sizes, 1), value_KTD.split(sizes, 1), strict=True
+        )
         for (length, count), q, k, v in parts:
             q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
             mask = self._window_mask(length, window, q) if window is not None and window < length else None
-            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+            out = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 

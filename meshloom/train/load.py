@@ -1,0 +1,165 @@
+"""Loading a Hugging Face folder: model, tokenizer, adapters.
+
+Owns: what a usable folder is, and the errors when it is not one. Refuses to know: what the model is used for. Always
+holds: weights come from safetensors only; nothing is fetched; no code of the folder runs.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from meshloom.config.errors import UserError
+from meshloom.config.settings import LoraSettings, ModelSettings
+from meshloom.train.attention import use_layouts
+from meshloom.train.head import check_head
+
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device a setting means.
+
+    Raises:
+        UserError: if it is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"{name!r} is not a device", where="device", fix="auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise UserError(
+            f"device {name} is not there", where="device", why=f"{found} GPU(s) are visible", fix="auto or cpu"
+        )
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Arithmetic of the model on a device."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def check_model_folder(path: str | Path) -> Path:
+    """Check that a folder holds a model that can be loaded, without loading it.
+
+    Raises:
+        UserError: if the folder or its config.json is missing, or the weights are missing or pickles.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(
+            f"model folder {folder} does not exist",
+            where="model.path",
+            fix="a local folder with config.json and safetensors",
+        )
+    names = sorted(entry.name for entry in folder.iterdir())
+    if "config.json" not in names:
+        raise UserError(
+            f"{folder} has no config.json", where="model.path", why=f"it holds: {', '.join(names[:8]) or 'nothing'}"
+        )
+    if not any(name.endswith(".safetensors") for name in names):
+        pickles = [name for name in names if name.endswith(_PICKLES)]
+        if pickles:
+            raise UserError(
+                f"{folder} has pickled weights ({pickles[0]}), not safetensors",
+                where="model.path",
+                why="loading a pickle runs code that is in it",
+                fix="convert it once with transformers: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)",
+            )
+        raise UserError(f"{folder} has no weights (*.safetensors)", where="model.path")
+    try:
+        json.loads((folder / "config.json").read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder / 'config.json'} is not JSON: {error}", where="model.path") from None
+    return folder
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer.
+
+    Raises:
+        UserError: if there is none, or it has no end token.
+    """
+    folder = check_model_folder(path)
+    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
+        raise UserError(
+            f"{folder} has no tokenizer", where="model.path", fix="copy tokenizer.json and tokenizer_config.json there"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the tokenizer in {folder} cannot be loaded: {error}", where="model.path") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer in {folder} has no end token",
+            where="model.path",
+            fix="set eos_token in tokenizer_config.json",
+        )
+    return tokenizer
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a response: the generation config's, and the tokenizer's own."""
+    listed = model.generation_config.eos_token_id if model.generation_config else None
+    ids = [] if listed is None else list(listed) if isinstance(listed, list) else [listed]
+    return tuple(dict.fromkeys([*ids, tokenizer.eos_token_id]))
+
+
+def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A causal language model on a device, attending through layouts.
+
+    Raises:
+        UserError: if the folder cannot be loaded, weights are missing from it, or its family is not supported.
+    """
+    folder = check_model_folder(path)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"the model in {folder} cannot be loaded: {error}", where="model.path") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"{len(missing)} weights are missing from {folder}, among them {missing[0]}",
+            where="model.path",
+            why="they would be random numbers",
+        )
+    use_layouts(model)
+    model.to(device).eval()
+    check_head(model)
+    return model
+
+
+def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> torch.nn.Module:
+    """Wrap a model in fresh adapters; only they require gradients.
+
+    Raises:
+        UserError: if the target modules are not in the model.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    targets = settings.target_modules
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules="all-linear" if targets == ("all-linear",) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(model, config, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise UserError(f"adapters cannot be added: {error}", where="model.lora.target_modules") from error

@@ -1,0 +1,91 @@
+"""Log-probabilities and entropy from hidden states, in chunks.
+
+Owns: the only place where training touches logits. Always holds: no tensor of size tokens × vocabulary is ever alive,
+forward or backward; the backward pass computes each chunk's logits again.
+
+With z = logits / temperature, p = softmax(z): log-prob = z_y − logsumexp(z), entropy H = −Σ p log p, and
+∂log-prob/∂z_j = 1[j = y] − p_j, ∂H/∂z_j = −p_j (log p_j + H).
+
+Legend: N rows, D hidden, V vocabulary, C rows of a chunk.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.train.head import OutputHead
+
+
+def logprobs_and_entropy(
+    head: OutputHead, hidden_ND: Tensor, targets_N: Tensor, *, temperature: float, chunk_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution, at a temperature.
+
+    Args:
+        head: the model's output head.
+        hidden_ND: last hidden states of the rows that predict.
+        targets_N: token that follows each.
+        temperature: divides the logits, above 0.
+        chunk_bytes: bound on the bytes of one chunk of logits.
+
+    Returns:
+        Log-probabilities and entropies in nats, each [N], float32 (float64 for a float64 model). Both carry gradients
+        to the hidden states and to the head's weight and bias, where those require them.
+    """
+    return _ChunkedLogprobs.apply(hidden_ND, head.weight, head.bias, targets_N, head, temperature, chunk_bytes)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_ND, weight_VD, bias_V, targets_N, head, temperature, chunk_bytes):
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        rows = max(1, chunk_bytes // (weight_VD.shape[0] * wide.itemsize))
+        logprob_N = torch.empty(len(hidden_ND), dtype=wide, device=hidden_ND.device)
+        lse_N, entropy_N = torch.empty_like(logprob_N), torch.empty_like(logprob_N)
+        for at in range(0, len(hidden_ND), rows):
+            part = slice(at, at + rows)
+            z_CV = head.logits(hidden_ND[part]) / temperature
+            lse_C = torch.logsumexp(z_CV, -1)
+            logprob_N[part] = z_CV.gather(-1, targets_N[part, None]).squeeze(-1) - lse_C
+            expected_C = torch.einsum("cv,cv->c", (z_CV - lse_C[:, None]).exp_(), z_CV)
+            entropy_N[part] = lse_C - expected_C
+            lse_N[part] = lse_C
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N)
+        ctx.head, ctx.temperature, ctx.rows = head, temperature, rows
+        ctx.set_materialize_grads(False)
+        return logprob_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprob_N: Tensor | None, grad_entropy_N: Tensor | None):
+        hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        head, temperature = ctx.head, ctx.temperature
+        wide = lse_N.dtype
+        if grad_logprob_N is None:
+            grad_logprob_N = torch.zeros_like(lse_N)
+        grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and ctx.needs_input_grad[2] else None
+        for at in range(0, len(hidden_ND), ctx.rows):
+            part = slice(at, at + ctx.rows)
+            hidden_CD = hidden_ND[part]
+            logits_CV = head.logits(hidden_CD)
+            logp_CV = logits_CV / temperature - lse_N[part, None]
+            p_CV = logp_CV.exp()
+            g_CV = p_CV * -grad_logprob_N[part, None]
+            if grad_entropy_N is not None:
+                g_CV -= grad_entropy_N[part, None] * p_CV * (logp_CV + entropy_N[part, None])
+            g_CV.scatter_add_(-1, targets_N[part, None], grad_logprob_N[part, None])
+            g_CV *= head.scale / temperature
+            if head.softcap is not None:
+                g_CV *= 1 - (logits_CV / head.softcap).square()
+            narrow_CV = g_CV.to(weight_VD.dtype)
+            if grad_hidden_ND is not None:
+                grad_hidden_ND[part] = narrow_CV @ weight_VD
+            if grad_weight_VD is not None:
+                grad_weight_VD += narrow_CV.T @ hidden_CD
+            if grad_bias_V is not None:
+                grad_bias_V += g_CV.sum(0)
+        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_ND, grad_weight, grad_bias, None, None, None, None

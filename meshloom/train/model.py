@@ -1,0 +1,170 @@
+"""A model that is trained: the verbs an algorithm is written with.
+
+Owns: packed forward and backward on one device, the optimizer step, what of the model a checkpoint holds. Refuses to
+know: which algorithm calls it. Always holds: the result does not depend on how samples are packed; every parameter that
+should train has a gradient after the first update.
+
+Legend: T tokens of a packed microbatch, N of them predicted, D hidden.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.config.settings import ModelSettings, OptimizerSettings
+from meshloom.samples import Samples, concat, pack
+from meshloom.train.attention import PackedAttention
+from meshloom.train.head import OutputHead, decoder_of
+from meshloom.train.logprobs import logprobs_and_entropy
+from meshloom.train.optimizer import Optimizer, StepStats
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """What a loss returns for one microbatch.
+
+    Args:
+        total: its share of the update's loss, already divided by the update's denominators; a scalar with a gradient.
+        sums: numbers that add up over microbatches, such as clipped tokens; detached scalars.
+    """
+
+    total: Tensor
+    sums: Mapping[str, Tensor | float]
+
+
+Loss = Callable[[Samples, Tensor, Tensor], LossParts]
+"""Called with a microbatch on the device, log-probs [T] and entropies [T]; both are 0 where ``mask`` is false."""
+
+
+@dataclass(frozen=True)
+class MicrobatchBound:
+    """What one device holds at once; never changes a result."""
+
+    tokens: int
+    samples: int | None = None
+
+
+class TrainedModel:
+    """One model on one device, with or without an optimizer.
+
+    Args:
+        module: a causal language model that attends through layouts, or one in a peft wrapper.
+        settings: chunk size, recompute.
+        bound: size of a microbatch.
+        optimizer: none for a model that is only asked (a reference).
+    """
+
+    def __init__(
+        self, module: nn.Module, settings: ModelSettings, bound: MicrobatchBound, optimizer: OptimizerSettings | None
+    ) -> None:
+        self.module, self.settings, self.bound = module, settings, bound
+        self.decoder, self.head = decoder_of(module), OutputHead(module)
+        self.device = self.head.weight.device
+        if optimizer is None:
+            module.requires_grad_(False)
+        elif settings.gradient_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.optimizer = None if optimizer is None else Optimizer(module, optimizer)
+        self._gradients_checked = False
+
+    def forward(self, samples: Samples, *, temperature: float, adapters: bool = True) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies without gradients.
+
+        Args:
+            samples: with ``ids`` and ``mask``.
+            temperature: of the distribution, above 0.
+            adapters: false asks the base model under the adapters.
+
+        Returns:
+            Two tensors [T] on the CPU, 0 where ``mask`` is false.
+        """
+        self.module.eval()
+        packed = self._pack(samples)
+        parts = []
+        with torch.no_grad(), nullcontext() if adapters else self.module.disable_adapter():
+            for indices in packed:
+                microbatch = samples.select(indices)
+                logprob_T, entropy_T = self._predict(microbatch.to(self.device), temperature)
+                parts.append(Samples(microbatch.lengths, {"logprob": logprob_T.cpu(), "entropy": entropy_T.cpu()}))
+        order = torch.tensor([i for indices in packed for i in indices])
+        together = concat(parts).select(order.argsort())
+        return together["logprob"], together["entropy"]
+
+    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float) -> dict[str, float]:
+        """Add the gradient of one update's loss, microbatch by microbatch.
+
+        Args:
+            samples: all samples of the update, with ``ids``, ``mask`` and what the loss reads.
+            loss: gives each microbatch's share of the update's loss.
+            temperature: of the distribution the log-probs are of.
+
+        Returns:
+            The sums the loss reported, added up, and ``loss``.
+        """
+        self.module.train(self.settings.gradient_checkpointing or self.settings.lora is not None)
+        sums: Counter[str] = Counter()
+        for indices in self._pack(samples):
+            microbatch = samples.select(indices).to(self.device)
+            parts = loss(microbatch, *self._predict(microbatch, temperature))
+            parts.total.backward()
+            sums.update({"loss": parts.total.detach(), **parts.sums})
+        if not self._gradients_checked:
+            self._check_gradients()
+        return {name: float(value) for name, value in sums.items()}
+
+    def optim_step(self, total_updates: int) -> StepStats:
+        """One optimizer update from the gradients added so far.
+
+        Args:
+            total_updates: updates of the whole run, for the schedule.
+        """
+        return self.optimizer.step(total_updates)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors as the Hugging Face folder has them, adapters apart; the tensors themselves, not copies."""
+        yield from ((name, p.detach()) for name, p in self.module.state_dict().items())
+
+    def to(self, device: torch.device) -> None:
+        """Move the model to a device, with its optimizer."""
+        self.module.to(device)
+        self.device = device
+        if self.optimizer is not None:
+            self.optimizer.to(device)
+
+    def _pack(self, samples: Samples) -> list[list[int]]:
+        if bool(samples["mask"][samples.offsets[:-1]].any()):
+            raise ValueError("the first token of a sample cannot be trained on: nothing comes before it")
+        return pack(
+            samples.lengths.tolist(), tokens_per_microbatch=self.bound.tokens, samples_per_microbatch=self.bound.samples
+        )
+
+    def _predict(self, microbatch: Samples, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy [T] of a microbatch on the device. Only rows that predict a masked token meet the head."""
+        ids_T, mask_T = microbatch["ids"], microbatch["mask"]
+        hidden_TD = self.decoder(
+            input_ids=ids_T[None],
+            position_ids=microbatch.positions.to(self.device)[None],
+            layout=PackedAttention(microbatch.lengths.tolist()),
+            use_cache=False,
+        ).last_hidden_state[0]
+        target_N = mask_T.nonzero().squeeze(-1)
+        logprob_N, entropy_N = logprobs_and_entropy(
+            self.head,
+            hidden_TD[target_N - 1],
+            ids_T[target_N],
+            temperature=temperature,
+            chunk_bytes=self.settings.logits_chunk_bytes,
+        )
+        zeros_T = torch.zeros(len(ids_T), dtype=logprob_N.dtype, device=self.device)
+        return zeros_T.index_put((target_N,), logprob_N), zeros_T.index_put((target_N,), entropy_N)
+
+    def _check_gradients(self) -> None:
+        """Refuse to train a model some of whose parameters get no gradient at all."""
+        without = [name for name, master in self.optimizer.masters.items() if master.grad is None]
+        if without:
+            raise RuntimeError(f"{len(without)} parameters that should train got no gradient, among them {without[:3]}")
+        self._gradients_checked = True

@@ -1,0 +1,158 @@
+"""AdamW on float32 master weights, schedules per update, clipping.
+
+Owns: gradients after the backward pass, the optimizer's state, the learning rate. Refuses to know: losses, samples.
+Always holds: gradients add up over microbatches in float32 whatever the model's arithmetic; the learning rate depends on
+the number of the update alone; a gradient that is not finite stops the run before it reaches a weight.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.config.settings import OptimizerSettings
+
+
+class NotFinite(RuntimeError):
+    """A gradient has infinities or NaN."""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What an update did: norm of the gradient before clipping, and the learning rate it used."""
+
+    grad_norm: float
+    learning_rate: float
+
+
+def learning_rate(settings: OptimizerSettings, update: int, total_updates: int) -> float:
+    """Learning rate of an update, counted from 0: linear warm-up, then the schedule over the updates that remain."""
+    if update < settings.warmup_updates:
+        return settings.lr * (update + 1) / settings.warmup_updates
+    span = max(1, total_updates - settings.warmup_updates)
+    done = min(1.0, (update - settings.warmup_updates) / span)
+    shapes = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
+    low = 1.0 if settings.schedule == "constant" else settings.min_lr_ratio
+    return settings.lr * (low + (1.0 - low) * shapes[settings.schedule])
+
+
+class Optimizer:
+    """AdamW over the parameters of a module that require gradients.
+
+    A parameter that is narrower than float32 gets a float32 master that the optimizer works on and that the parameter is
+    rounded from after each update.
+
+    Args:
+        module: the model.
+        settings: rates, decay, clipping.
+    """
+
+    def __init__(self, module: nn.Module, settings: OptimizerSettings) -> None:
+        self.settings = settings
+        self.updates = 0
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.masters = {name: self._master(p) for name, p in self.parameters.items()}
+        plain = _without_decay(module)
+        decayed = [m for name, m in self.masters.items() if name not in plain]
+        undecayed = [m for name, m in self.masters.items() if name in plain]
+        groups = [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": undecayed, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+    @staticmethod
+    def _master(parameter: nn.Parameter) -> Tensor:
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        master = parameter.detach().float().clone().requires_grad_()
+
+        def collect(p: Tensor) -> None:
+            wide = p.grad.float()
+            master.grad = wide if master.grad is None else master.grad.add_(wide)
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(collect)
+        return master
+
+    def step(self, total_updates: int) -> StepStats:
+        """Clip, update, round to the model's arithmetic, forget the gradients.
+
+        Raises:
+            NotFinite: names the first parameters whose gradients are not finite; no weight has changed.
+            RuntimeError: if no parameter has a gradient.
+        """
+        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        if not grads:
+            raise RuntimeError("an update was asked for, but no parameter has a gradient")
+        norm = torch.nn.utils.get_total_norm(grads)
+        if not torch.isfinite(norm):
+            raise NotFinite(f"gradient of update {self.updates} is not finite in {', '.join(self._not_finite()[:5])}")
+        if self.settings.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, norm)
+        rate = learning_rate(self.settings, self.updates, total_updates)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        self.publish()
+        self.updates += 1
+        return StepStats(float(norm), rate)
+
+    @torch.no_grad()
+    def to(self, device: torch.device) -> None:
+        """Move masters and moments to a device; the model's own parameters have moved already."""
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                master.data = master.data.to(device)
+        for state in self.adamw.state.values():
+            state.update({kind: value.to(device) for kind, value in state.items()})
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model's own parameters."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+    def _not_finite(self) -> list[str]:
+        return [n for n, m in self.masters.items() if m.grad is not None and not torch.isfinite(m.grad).all()]
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Moments, step counts and masters, by ``kind/parameter``; the tensors themselves, not copies."""
+        state: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            for kind, value in self.adamw.state.get(master, {}).items():
+                state[f"{kind}/{name}"] = value
+            if master is not self.parameters[name]:
+                state[f"master/{name}"] = master.detach()
+        return state
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: dict[str, Tensor], updates: int) -> None:
+        """Take the state that ``state_tensors`` gave, for the same parameters.
+
+        Raises:
+            KeyError: if a tensor belongs to no parameter.
+        """
+        self.updates = updates
+        state: dict[Tensor, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            kind, name = key.split("/", 1)
+            master = self.masters[name]
+            if kind == "master":
+                master.copy_(value)
+            else:
+                # The step count stays a float32 scalar where fused AdamW keeps it: with the parameter.
+                state.setdefault(master, {})[kind] = value.to(master.device, copy=True)
+        self.adamw.state.update(state)
+        self.publish()
+
+
+def _without_decay(module: nn.Module) -> set[str]:
+    """Names of biases, norms and embeddings: all vectors, and the tables of ``nn.Embedding``."""
+    tables = {f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding)}
+    vectors: Iterable[str] = (name for name, p in module.named_parameters() if p.ndim < 2)
+    return tables | set(vectors)

@@ -1,0 +1,102 @@
+"""What of a model a checkpoint holds, and the Hugging Face folder that users take away.
+
+Owns: copying weights and optimizer to host memory between two steps, writing them as safetensors, reading them back.
+Refuses to know: when to save, and what else a checkpoint holds. Always holds: a snapshot does not change when training
+goes on; a folder written here is loaded by transformers and peft as it is.
+
+A snapshot's files: ``model/`` (a Hugging Face folder in the training dtype) or ``adapter/`` (a peft folder), with the
+tokenizer, and ``optimizer.safetensors`` (float32 masters where the model is narrower, and moments).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from meshloom.train.head import plain_model
+from meshloom.train.model import TrainedModel
+
+MODEL, ADAPTER, OPTIMIZER = "model", "adapter", "optimizer.safetensors"
+
+
+def _host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory; tensors that share memory (tied weights) still share it."""
+    copies: dict[int, Tensor] = {}
+    return {
+        name: copies.setdefault(tensor.data_ptr() or id(tensor), tensor.detach().to("cpu", copy=True))
+        for name, tensor in tensors.items()
+    }
+
+
+@dataclass(frozen=True)
+class ModelSnapshot:
+    """A model between two steps, in host memory."""
+
+    model: TrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    updates: int
+
+    @classmethod
+    def take(cls, model: TrainedModel, tokenizer: PreTrainedTokenizerBase) -> "ModelSnapshot":
+        """Copy what decides the future of a model."""
+        if model.settings.lora is None:
+            weights = dict(model.weights())
+        else:
+            from peft import get_peft_model_state_dict
+
+            weights = get_peft_model_state_dict(model.module)
+        optimizer = {} if model.optimizer is None else model.optimizer.state_tensors()
+        updates = 0 if model.optimizer is None else model.optimizer.updates
+        return cls(model, tokenizer, _host(weights), _host(optimizer), updates)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what the files take."""
+        unique = {id(t): t for t in (*self.weights.values(), *self.optimizer.values())}
+        return sum(t.numel() * t.itemsize for t in unique.values())
+
+    def write(self, folder: Path) -> None:
+        """Write the snapshot's files."""
+        if self.model.settings.lora is None:
+            self._write_model(folder / MODEL)
+        else:
+            self._write_adapter(folder / ADAPTER)
+        if self.optimizer:
+            save_file(self.optimizer, folder / OPTIMIZER)
+
+    def _write_model(self, folder: Path) -> None:
+        plain_model(self.model.module).save_pretrained(folder, state_dict=self.weights)
+        self.tokenizer.save_pretrained(folder)
+
+    def _write_adapter(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.model.module.peft_config["default"].save_pretrained(str(folder))
+        save_file(self.weights, folder / "adapter_model.safetensors")
+        self.tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def restore(model: TrainedModel, folder: Path, updates: int) -> None:
+    """Load a snapshot's adapters and optimizer into a model built from the same settings.
+
+    The weights of a model without adapters are not read here: build it from ``folder / MODEL``. All files are read
+    through host memory.
+
+    Args:
+        model: the model to fill.
+        folder: a complete checkpoint.
+        updates: optimizer updates made before it was saved.
+    """
+    if model.settings.lora is not None:
+        from peft import set_peft_model_state_dict
+
+        result = set_peft_model_state_dict(model.module, load_file(folder / ADAPTER / "adapter_model.safetensors"))
+        if result.unexpected_keys:
+            raise ValueError(f"adapter weights fit no layer: {result.unexpected_keys[:3]}")
+    if model.optimizer is not None:
+        model.optimizer.load_state_tensors(load_file(folder / OPTIMIZER), updates)

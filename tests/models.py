@@ -1,0 +1,44 @@
+"""Tiny models of each supported family, with random weights, for tests."""
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+_SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+    # Large enough that different tokens get clearly different probabilities.
+    "initializer_range": 0.15,
+}
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**_SHAPE),
+    "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**_SHAPE),
+    "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=8),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SHAPE, sliding_window=8, layer_types=_SLIDING, query_pre_attn_scalar=16, final_logit_softcapping=5.0
+    ),
+}
+FAMILIES = list(CONFIGS)
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A model of three layers, in eval mode, with transformers' own attention."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIGS[family]()).to(dtype).eval()
