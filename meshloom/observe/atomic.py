@@ -1,0 +1,28 @@
+"""Replacing a file in one moment.
+
+Always holds: whoever reads the file, at any time and after any kill, finds the whole old one or the whole new one.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write ``chunks`` aside, bring them to the disk, and rename them over ``path``."""
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("wb") as file:
+        file.writelines(chunks)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring a folder's list of names to the disk, so that a rename in it outlives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,273 @@
+"""What a run shows while it runs: a live table on a terminal, one line a step elsewhere.
+
+Owns: the table, the lines and their numbers. Refuses to know: control flow; a display never changes a run. Always holds:
+off a terminal a record is exactly one line, without escape codes.
+"""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from meshloom.observe.format import MISSING, number_text, plural, seconds_text
+from meshloom.observe.names import METRICS, PHASES
+
+ROWS = 10
+"""Steps the live table shows."""
+
+BARS = "▁▂▃▄▅▆▇█"
+
+_COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
+    "rl": (
+        ("reward", "reward_mean"),
+        ("solved", "solved_share"),
+        ("accuracy", "accuracy"),
+        ("tokens", "response_tokens_mean"),
+        ("entropy", "entropy"),
+        ("gap", "sampler_gap"),
+        ("grad", "grad_norm"),
+    ),
+    "sft": (
+        ("loss", "loss"),
+        ("token acc.", "token_accuracy"),
+        ("accuracy", "accuracy"),
+        ("grad", "grad_norm"),
+        ("lr", "learning_rate"),
+        ("tokens/s", "tokens_per_second"),
+    ),
+}
+
+
+class Display(Protocol):
+    """What the loop tells a display. All calls are cheap and none raises for a number that is missing."""
+
+    def phase(self, name: str | None) -> None:
+        """The run is in this phase now; none: between phases."""
+        ...
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """A metric record was made."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """Something the user should read: a warning, what Ctrl-C did."""
+        ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_display(
+    title: str, *, steps: int, table: bool | None = None, first_step: int = 0, console: Console | None = None
+) -> Display:
+    """The display for this terminal.
+
+    Args:
+        title: name of the run.
+        steps: steps of the whole run.
+        table: whether to draw the live table. Default: when the output is a terminal.
+        first_step: steps that an earlier run has done already.
+        console: where to write. Default: standard output.
+    """
+    console = console or Console()
+    live = console.is_terminal if table is None else table
+    return LiveDisplay(title, steps, first_step, console) if live else LineDisplay(title, steps, first_step, console)
+
+
+class _Base:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LineDisplay(_Base):
+    """One line a record."""
+
+    def __init__(self, title: str, steps: int, first_step: int, console: Console) -> None:
+        self._console, self._steps = console, steps
+        self._eta = _Eta(steps, first_step)
+        done = f", {first_step} done" if first_step else ""
+        self._print(f"{title}: {plural(steps, 'step')}{done}")
+
+    def phase(self, name: str | None) -> None:
+        """Phases come in the step's line, as seconds."""
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        self._eta.record(record)
+        self._print(line_text(record, self._steps, self._eta.text()))
+
+    def notice(self, text: str) -> None:
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def line_text(record: Mapping[str, Any], steps: int, eta: str = "") -> str:
+    """A record as one line: the step, its main numbers, its seconds."""
+    metrics, kind = record["metrics"], record["kind"]
+    head = f"step {record['step']}/{steps}" + ("  validation" if kind == "validation" else "")
+    parts = [head]
+    if kind == "validation":
+        names = (("accuracy", "accuracy"), ("reward", "reward_mean"), ("mean@k", "mean_at_k"), ("pass@k", "pass_at_k"))
+    else:
+        names = _COLUMNS["sft" if kind == "sft" else "rl"]
+    for label, name in names:
+        if metrics.get(name) is None:
+            continue
+        text = _cell(metrics, name)
+        if name == "accuracy" and metrics.get("accuracy_low") is not None and metrics.get("accuracy_high") is not None:
+            text += f" ({_cell(metrics, 'accuracy_low')} – {_cell(metrics, 'accuracy_high')})"
+        parts.append(f"{label} {text}")
+    seconds = sum(record.get("phases", {}).values())
+    if seconds:
+        parts.append(seconds_text(seconds))
+    if eta and kind != "validation":
+        parts.append(f"{eta} left")
+    return "  ".join(parts)
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The last ``width`` values as a row of bars, from the lowest to the highest of them."""
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in shown)
+
+
+def _cell(metrics: Mapping[str, Any], name: str) -> str:
+    return number_text(metrics.get(name), METRICS[name].unit).removesuffix(" tokens/s")
+
+
+class _Eta:
+    """Remaining seconds, from the mean over this process's steps."""
+
+    def __init__(self, steps: int, first_step: int) -> None:
+        self.steps, self.first, self.done = steps, first_step, first_step
+        self.began = time.monotonic()
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        if record["kind"] != "validation":
+            self.done = max(self.done, record["step"])
+
+    def text(self) -> str:
+        made = self.done - self.first
+        if made <= 0 or self.done >= self.steps:
+            return ""
+        return seconds_text((time.monotonic() - self.began) / made * (self.steps - self.done))
+
+
+class LiveDisplay(_Base):
+    """A table of the last steps that is redrawn in place, with the phase at hand, a progress bar and the time left."""
+
+    def __init__(self, title: str, steps: int, first_step: int, console: Console) -> None:
+        self._title, self._steps = title, steps
+        self._eta = _Eta(steps, first_step)
+        self._rows: deque[dict[str, Any]] = deque(maxlen=ROWS)
+        self._curve: list[float] = []
+        self._accuracy: list[dict[str, Any]] = []
+        self._phase: tuple[str, float] | None = None
+        self._columns = "rl"
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=False)
+        self._live.start()
+
+    def phase(self, name: str | None) -> None:
+        self._phase = None if name is None else (name, time.monotonic())
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        self._eta.record(record)
+        metrics = dict(record["metrics"])
+        if record["kind"] == "validation":
+            self._accuracy.append({"step": record["step"], **metrics})
+            self._row(record["step"]).update(accuracy=metrics.get("accuracy"))
+            return
+        self._columns = "sft" if record["kind"] == "sft" else "rl"
+        self._row(record["step"]).update(metrics, seconds=sum(record.get("phases", {}).values()))
+        value = metrics.get("loss" if self._columns == "sft" else "reward_mean")
+        if value is not None:
+            self._curve.append(value)
+
+    def notice(self, text: str) -> None:
+        self._live.console.print(f"[yellow]{escape(text)}[/]")
+
+    def close(self) -> None:
+        self._phase = None
+        self._live.stop()
+
+    def _row(self, step: int) -> dict[str, Any]:
+        for row in self._rows:
+            if row["step"] == step:
+                return row
+        self._rows.append({"step": step})
+        return self._rows[-1]
+
+    def _render(self) -> RenderableType:
+        parts: list[RenderableType] = [self._headline()]
+        if self._rows:
+            parts.append(self._table())
+        if len(self._curve) > 1:
+            name = "loss" if self._columns == "sft" else "reward"
+            parts.append(Text.assemble((f" {name} ", "dim"), (sparkline(self._curve), "cyan")))
+        parts.append(self._progress())
+        return Group(*parts)
+
+    def _headline(self) -> Text:
+        text = Text.assemble((f" {self._title}", "bold"))
+        if self._accuracy:
+            first, last = self._accuracy[0], self._accuracy[-1]
+            text.append("   accuracy ", "dim")
+            if first is not last:
+                text.append(f"{_cell(first, 'accuracy')} → ", "dim")
+            text.append(_cell(last, "accuracy"), "bold green")
+        return text
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 1), header_style="dim")
+        table.add_column("step", justify="right")
+        for label, _ in _COLUMNS[self._columns]:
+            table.add_column(label, justify="right")
+        table.add_column("seconds", justify="right")
+        for row in self._rows:
+            cells = [_cell(row, name) for _, name in _COLUMNS[self._columns]]
+            # Most steps are not validated; an empty cell is calmer than a dash.
+            cells = ["" if cell == MISSING else cell for cell in cells]
+            seconds = f"{row['seconds']:.1f}" if "seconds" in row else ""
+            table.add_row(str(row["step"]), *cells, seconds, style="bold" if row is self._rows[-1] else "")
+        return table
+
+    def _progress(self) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=max(self._steps, 1), completed=self._eta.done, width=30)
+        eta = self._eta.text()
+        counts = f"{self._eta.done}/{self._steps}" + (f"  {eta} left" if eta else "")
+        grid.add_row("", bar, counts, self._phase_text())
+        return grid
+
+    def _phase_text(self) -> Text:
+        if self._phase is None:
+            return Text("")
+        name, since = self._phase
+        label = PHASES[name].label if name in PHASES else name
+        return Text.assemble((label.lower(), "cyan"), (f" {seconds_text(time.monotonic() - since)}", "dim"))

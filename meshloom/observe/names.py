@@ -1,0 +1,133 @@
+"""The names of metrics and phases: one name for one thing in tables, charts, logs and docs.
+
+Owns: each canonical metric's label, unit, better direction and one-line meaning, and the phases of a step. Refuses to
+know: how a metric is computed. Always holds: what is not listed here may still be logged and is shown under "other".
+"""
+# ruff: noqa: E501 -- the table of metrics reads best with one metric a line
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Unit(StrEnum):
+    """What a number counts; decides how it is written for people."""
+
+    NONE = ""
+    COUNT = "count"
+    SHARE = "share"
+    """0 to 1, written in percent."""
+    TOKENS = "tokens"
+    NATS = "nats"
+    RATE = "rate"
+    """Very small numbers, in scientific notation."""
+    TOKENS_PER_SECOND = "tokens/s"
+    BYTES = "bytes"
+    SECONDS = "seconds"
+
+
+class Better(StrEnum):
+    """The direction in which a metric improves, where there is one."""
+
+    UP = "up"
+    DOWN = "down"
+    NEITHER = ""
+
+
+class Section(StrEnum):
+    """Which part of the report a metric belongs to."""
+
+    LEARNING = "learning"
+    BEHAVIOUR = "behaviour"
+    OPTIMIZATION = "optimization"
+    SPEED = "speed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A canonical metric.
+
+    Args:
+        name: its key in records.
+        label: short text for people.
+        unit: what it counts.
+        better: the direction that is better.
+        section: its part of the report.
+        meaning: one sentence.
+    """
+
+    name: str
+    label: str
+    unit: Unit
+    better: Better
+    section: Section
+    meaning: str
+
+
+def _metric(name: str, label: str, unit: Unit, better: Better, section: Section, meaning: str) -> Metric:
+    return Metric(name=name, label=label, unit=unit, better=better, section=section, meaning=meaning)
+
+
+U, B, S = Unit, Better, Section
+
+_ALL = (
+    _metric("reward_mean", "Reward", U.NONE, B.UP, S.LEARNING, "Mean reward of the samples that have a valid one."),
+    _metric("reward_std", "Reward spread", U.NONE, B.NEITHER, S.LEARNING, "Standard deviation of the valid rewards."),
+    _metric("solved_share", "Solved", U.SHARE, B.UP, S.LEARNING, "Share of samples whose reward reaches the threshold of success."),
+    _metric("accuracy", "Accuracy", U.SHARE, B.UP, S.LEARNING, "Share of held-out problems solved; the band is the 95 % Wilson interval."),
+    _metric("accuracy_low", "Accuracy, low", U.SHARE, B.UP, S.LEARNING, "Lower end of the accuracy's 95 % Wilson interval."),
+    _metric("accuracy_high", "Accuracy, high", U.SHARE, B.UP, S.LEARNING, "Upper end of the accuracy's 95 % Wilson interval."),
+    _metric("mean_at_k", "mean@k", U.SHARE, B.UP, S.LEARNING, "Share of samples solved, over k samples of each held-out problem."),
+    _metric("pass_at_k", "pass@k", U.SHARE, B.UP, S.LEARNING, "Share of held-out problems that one of k samples solves (unbiased estimator)."),
+    _metric("token_accuracy", "Token accuracy", U.SHARE, B.UP, S.LEARNING, "Share of response tokens that the model itself would have put first."),
+    _metric("loss", "Loss", U.NONE, B.DOWN, S.OPTIMIZATION, "The number that is minimised, all its terms together."),
+    _metric("reward_invalid", "Invalid rewards", U.COUNT, B.DOWN, S.LEARNING, "Samples whose reward function failed, timed out or gave no number; they are not trained on."),
+    _metric("groups_without_spread", "Groups without spread", U.COUNT, B.DOWN, S.LEARNING, "Groups whose samples all got the same reward and so teach nothing."),
+    _metric("response_tokens_mean", "Response length", U.TOKENS, B.NEITHER, S.BEHAVIOUR, "Mean length of the responses."),
+    _metric("response_tokens_max", "Longest response", U.TOKENS, B.NEITHER, S.BEHAVIOUR, "Length of the longest response."),
+    _metric("truncated_share", "Truncated", U.SHARE, B.DOWN, S.BEHAVIOUR, "Share of responses cut off at the longest allowed length."),
+    _metric("prompt_tokens_mean", "Prompt length", U.TOKENS, B.NEITHER, S.BEHAVIOUR, "Mean length of the prompts."),
+    _metric("entropy", "Entropy", U.NATS, B.NEITHER, S.BEHAVIOUR, "Mean entropy of the sampling distribution; near 0 the model no longer explores."),
+    _metric("kl_reference", "KL to reference", U.NATS, B.NEITHER, S.BEHAVIOUR, "How far the policy has moved from the reference, in nats a token."),
+    _metric("sampler_gap", "Sampler–trainer gap", U.NATS, B.DOWN, S.BEHAVIOUR, "Mean |Δ log-prob| of a token between the engine that sampled it and the trainer; near 0 when both agree."),
+    _metric("sampler_gap_k3", "Sampler–trainer gap, k3", U.NATS, B.DOWN, S.BEHAVIOUR, "The same gap as a divergence (k3 estimator)."),
+    _metric("effective_sample_share", "Effective samples", U.SHARE, B.UP, S.BEHAVIOUR, "Effective sample size of the sampler–trainer importance weights, as a share of the tokens."),
+    _metric("policy_loss", "Policy loss", U.NONE, B.NEITHER, S.OPTIMIZATION, "The policy's term of the loss; its size says little, its finiteness much."),
+    _metric("ratio_mean", "Ratio, mean", U.NONE, B.NEITHER, S.OPTIMIZATION, "Mean probability ratio between the policy and the one that sampled; 1 when they agree."),
+    _metric("ratio_max", "Ratio, largest", U.NONE, B.NEITHER, S.OPTIMIZATION, "Largest probability ratio of a token."),
+    _metric("clip_share", "Clipped", U.SHARE, B.NEITHER, S.OPTIMIZATION, "Share of tokens whose ratio was clipped and that give no gradient."),
+    _metric("grad_norm", "Gradient norm", U.NONE, B.NEITHER, S.OPTIMIZATION, "Norm of the gradient before clipping, mean over the step's updates."),
+    _metric("learning_rate", "Learning rate", U.RATE, B.NEITHER, S.OPTIMIZATION, "Learning rate of the step's last update."),
+    _metric("updates", "Updates", U.COUNT, B.NEITHER, S.OPTIMIZATION, "Optimizer updates made so far."),
+    _metric("tokens_per_second", "Throughput, all tokens", U.TOKENS_PER_SECOND, B.UP, S.SPEED, "Prompt and response tokens of the step, divided by the step's seconds."),
+    _metric("response_tokens_per_second", "Throughput, response tokens", U.TOKENS_PER_SECOND, B.UP, S.SPEED, "Response tokens of the step, divided by the step's seconds."),
+    _metric("peak_memory_bytes", "Peak memory", U.BYTES, B.DOWN, S.SPEED, "Most memory held so far."),
+    _metric("weights_version", "Weights version", U.COUNT, B.NEITHER, S.OPTIMIZATION, "Version of the weights after the step."),
+    _metric("epoch", "Epoch", U.NONE, B.NEITHER, S.OPTIMIZATION, "Passes over the prompts so far."),
+)  # fmt: skip
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+"""All canonical metrics by name, in the order they are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of a step whose time is measured."""
+
+    name: str
+    label: str
+    meaning: str
+
+
+PHASES: dict[str, Phase] = {
+    phase.name: phase
+    for phase in (
+        Phase(name="generate", label="Generate", meaning="sampling responses"),
+        Phase(name="score", label="Score", meaning="waiting for rewards"),
+        Phase(name="log_prob", label="Log-probs", meaning="log-probabilities under the trainer's weights"),
+        Phase(name="reference", label="Reference", meaning="log-probabilities under the reference model"),
+        Phase(name="update", label="Update", meaning="forward, backward and optimizer"),
+        Phase(name="validate", label="Validate", meaning="evaluation on held-out problems"),
+        Phase(name="save", label="Save", meaning="waiting for checkpoints"),
+    )
+}
+"""The phases of a step by name, in the order they run."""

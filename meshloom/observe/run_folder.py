@@ -1,0 +1,269 @@
+"""The run folder: everything a run leaves behind, in one place.
+
+Owns: the folder's lock, its names, settings, plan, status, and the growing files of metrics and samples. Refuses to
+know: checkpoints (it only says where they go), how a number is computed. Always holds: a folder belongs to one process
+at a time; a fresh start never writes into a folder that holds something; a kill at any moment loses no whole record.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel
+
+from meshloom.config.errors import UserError
+from meshloom.observe.atomic import replace_file
+from meshloom.observe.lock import LOCK_FILE, FolderLock, is_locked
+from meshloom.observe.records import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    MetricRecord,
+    SampleRecord,
+    encode,
+    ends_whole,
+    rewind_file,
+)
+
+SETTINGS_FILE = "settings.yaml"
+PLAN_TEXT_FILE = "plan.txt"
+PLAN_FILE = "plan.json"
+STATUS_FILE = "status.json"
+CHECKPOINTS_FOLDER = "checkpoints"
+
+
+class RunState(StrEnum):
+    """How a run stands."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """Ended before its last step, in order (Ctrl-C); it can be resumed."""
+    FAILED = "failed"
+    """Ended by an error."""
+    LOST = "lost"
+    """Its process ended without a word; only readers see this."""
+
+
+class RunFolder:
+    """A folder that this process holds until ``close`` or the end of the ``with`` block.
+
+    Made by ``create`` or ``resume``. Leaving the block through an exception notes it in the status.
+    """
+
+    def __init__(self, path: Path, lock: FolderLock) -> None:
+        self.path = path
+        self.checkpoints = path / CHECKPOINTS_FOLDER
+        self._lock = lock
+        self._metrics = _Lines(path / METRICS_FILE)
+        self._samples = _Lines(path / SAMPLES_FILE)
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        settings: BaseModel | None = None,
+        plan_text: str | None = None,
+        plan: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Make the folder and take it.
+
+        Raises:
+            UserError: if the path is no folder, cannot be made, holds something, or is in use by another process.
+        """
+        folder = Path(path)
+        _refuse_filled(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(folder)
+        except OSError as error:
+            raise UserError("the run folder cannot be made", where=str(folder), why=str(error)) from error
+        try:
+            _refuse_filled(folder, locked_by_us=True)
+            run = cls(folder, lock)
+            run.checkpoints.mkdir(exist_ok=True)
+            run._write_given(settings, plan_text, plan)
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    @classmethod
+    def resume(cls, path: str | os.PathLike[str]) -> Self:
+        """Take the folder of an earlier run.
+
+        Raises:
+            UserError: if there is no run at ``path``, or it is in use by another process.
+        """
+        folder = Path(path)
+        if not (folder / SETTINGS_FILE).is_file():
+            raise UserError(
+                "there is no run to resume",
+                where=str(folder),
+                why=f"it has no {SETTINGS_FILE}",
+                fix="leave --resume out, or name the folder of an earlier run",
+            )
+        run = cls(folder, FolderLock(folder))
+        run.checkpoints.mkdir(exist_ok=True)
+        return run
+
+    def write_settings(self, settings: BaseModel) -> None:
+        """Write all settings, defaults included, to ``settings.yaml``."""
+        text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+        replace_file(self.path / SETTINGS_FILE, [text.encode()])
+
+    def write_plan(self, text: str, plan: Mapping[str, Any] | None = None) -> None:
+        """Write the plan for people (``plan.txt``) and for programs (``plan.json``)."""
+        replace_file(self.path / PLAN_TEXT_FILE, [text.encode()])
+        if plan is not None:
+            replace_file(self.path / PLAN_FILE, [json.dumps(plan, indent=2, default=str).encode()])
+
+    def set_status(self, state: RunState, *, step: int, steps: int | None = None, reason: str = "") -> None:
+        """Note how the run stands: the last step done, the steps in all, and why it ended, if it did."""
+        status = {"state": state.value, "step": step, "steps": steps, "reason": reason}
+        replace_file(self.path / STATUS_FILE, [encode(status)])
+
+    def log_metrics(self, record: MetricRecord | Mapping[str, Any]) -> None:
+        """Append one step's metrics. Values are numbers, or tensors and arrays of one element."""
+        metrics = {name: _number(value) for name, value in record["metrics"].items()}
+        self._metrics.append([{**record, "metrics": metrics}])
+
+    def log_samples(self, records: Sequence[SampleRecord | Mapping[str, Any]]) -> None:
+        """Append a step's samples, in one write."""
+        self._samples.append(records)
+
+    def rewind(self, step: int) -> int:
+        """Drop all records after ``step`` and half-written last lines; the number of records dropped."""
+        self._metrics.close()
+        self._samples.close()
+        return sum(rewind_file(self.path / name, step) for name in (METRICS_FILE, SAMPLES_FILE))
+
+    def sync(self) -> None:
+        """Bring metrics and samples to the disk. Called before a checkpoint counts as complete, it makes sure that a
+        power cut leaves every record up to that checkpoint."""
+        self._metrics.sync()
+        self._samples.sync()
+
+    def close(self) -> None:
+        """Close the files and release the folder; a second call does nothing."""
+        self._metrics.close()
+        self._samples.close()
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is not None:
+                self._note_end(kind, error)
+        finally:
+            self.close()
+
+    def _note_end(self, kind: type[BaseException], error: BaseException | None) -> None:
+        before = read_status(self.path)
+        if before["state"] not in (RunState.RUNNING, RunState.LOST):
+            return
+        state = RunState.STOPPED if issubclass(kind, KeyboardInterrupt) else RunState.FAILED
+        first_line = (str(error).splitlines() or [""])[0]
+        reason = f"{kind.__name__}: {first_line}" if first_line else kind.__name__
+        self.set_status(state, step=before["step"], steps=before["steps"], reason=reason)
+
+    def _write_given(self, settings: BaseModel | None, plan_text: str | None, plan: Mapping[str, Any] | None) -> None:
+        if plan_text is not None:
+            self.write_plan(plan_text, plan)
+        # Last, since a folder with settings is one that can be resumed.
+        if settings is not None:
+            self.write_settings(settings)
+
+
+def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings a run was started with, as plain values; none if the folder has none."""
+    file = Path(path) / SETTINGS_FILE
+    if not file.exists():
+        return {}
+    try:
+        settings = yaml.safe_load(file.read_bytes())
+    except yaml.YAMLError as error:
+        raise UserError("the settings of the run cannot be read", where=str(file), why=str(error)) from error
+    if not isinstance(settings, dict):
+        raise UserError("the settings of the run are no mapping", where=str(file))
+    return settings
+
+
+def read_status(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """How a run stands: ``state``, ``step``, ``steps``, ``reason``. A run that says it is running while no process
+    holds its folder is lost."""
+    folder = Path(path)
+    file = folder / STATUS_FILE
+    running: dict[str, Any] = {"state": RunState.RUNNING.value, "step": 0, "steps": None, "reason": ""}
+    status = running | json.loads(file.read_bytes()) if file.exists() else running
+    if status["state"] == RunState.RUNNING and not is_locked(folder):
+        status["state"] = RunState.LOST.value
+    return status
+
+
+def _refuse_filled(folder: Path, *, locked_by_us: bool = False) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError("the run folder is a file", where=str(folder), fix="use another run_dir")
+    if not locked_by_us and is_locked(folder):
+        FolderLock(folder).release()
+    names = sorted(item.name for item in folder.iterdir() if item.name != LOCK_FILE)
+    if names:
+        shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+        raise UserError(
+            "the run folder is not empty",
+            where=str(folder),
+            why=f"it holds {shown}; a fresh start writes over nothing",
+            fix="add --resume to go on with that run, or use another run_dir",
+        )
+
+
+def _number(value: Any) -> float | int | None:
+    return value if value is None or isinstance(value, int) else float(value)
+
+
+class _Lines:
+    """A growing file of records, opened at the first record."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        if self._file is None:
+            _drop_unfinished(self._path)
+            self._file = self._path.open("ab", buffering=0)
+        # One unbuffered write a step: after it, the records outlive this process.
+        data = memoryview(b"".join(encode(record) for record in records))
+        while data:
+            data = data[self._file.write(data) :]
+
+    def sync(self) -> None:
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _drop_unfinished(path: Path) -> None:
+    """Cut a half-written last line off, so that the next record begins on its own line."""
+    if not path.exists() or ends_whole(path):
+        return
+    with path.open("rb+") as file:
+        whole = 0
+        for line in file:
+            whole += len(line) if line.endswith(b"\n") else 0
+        file.truncate(whole)
