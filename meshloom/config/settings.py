@@ -8,7 +8,9 @@ room reads fails the tests.
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from meshloom.config.provenance import Provenance
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -21,6 +23,13 @@ class Settings(BaseModel):
     """Base of every group of settings: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    _provenance: Provenance = PrivateAttr(default_factory=Provenance)
+
+    @property
+    def provenance(self) -> Provenance:
+        """Where the values came from; known for settings that ``load_settings`` returned, empty for others."""
+        return self._provenance
 
 
 class LoraSettings(Settings):

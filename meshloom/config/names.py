@@ -1,0 +1,61 @@
+"""Names of algorithms that settings may use.
+
+Owns: the accepted names, so that a misspelt one is refused without torch. Refuses to know: what stands behind a name.
+Always holds: ``meshloom.algorithms`` has exactly these; a test compares the two.
+"""
+
+from enum import StrEnum
+
+
+class Advantage(StrEnum):
+    """Advantage estimators."""
+
+    GRPO = "grpo"
+    RLOO = "rloo"
+    OPO = "opo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    GPG = "gpg"
+    GRPO_PASSK = "grpo_passk"
+
+
+class PolicyLoss(StrEnum):
+    """Policy losses."""
+
+    PPO = "ppo"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    SAPO = "sapo"
+    GPG = "gpg"
+    GMPO = "gmpo"
+    DPPO_TV = "dppo_tv"
+    DPPO_KL = "dppo_kl"
+
+
+class KlEstimator(StrEnum):
+    """Estimators of the divergence; ``+`` keeps the value and takes the gradient of k2."""
+
+    K1 = "k1"
+    ABS = "abs"
+    K2 = "k2"
+    K3 = "k3"
+    K1_PLUS = "k1+"
+    ABS_PLUS = "abs+"
+    K2_PLUS = "k2+"
+    K3_PLUS = "k3+"
+
+
+REFUSED_ADVANTAGES = {"gae": "needs a critic", "remax": "needs greedy samples"}
+"""Estimators whose inputs a run does not produce, and why."""
+
+GROUP_ADVANTAGES = frozenset(
+    {
+        Advantage.GRPO,
+        Advantage.RLOO,
+        Advantage.OPO,
+        Advantage.REINFORCE_PLUS_PLUS_BASELINE,
+        Advantage.GPG,
+        Advantage.GRPO_PASSK,
+    }
+)
+"""Estimators that compare a sample with the others of its prompt."""

@@ -1,0 +1,69 @@
+"""Which settings may differ between a checkpoint and the run that continues it.
+
+Owns: the rule. Always holds: a resumed run repeats the uninterrupted one, so what decides its numbers may not change.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from meshloom.config.errors import UserError
+from meshloom.config.load import flatten
+from meshloom.config.settings import Settings
+
+_LENGTH = {"batch.steps", "batch.epochs"}
+"""How long the run is. A linear or cosine schedule spreads over the new length from there on."""
+_PLACE = {"run_dir", "device"}
+"""Where the run lives. Another device rounds differently."""
+_WATCHING = {"checkpoint.*", "logging.*", "validation.every_steps", "validation.before_training"}
+"""When the run is saved, shown and measured."""
+_REWARD_PROCESSES = {"reward.workers", "reward.deadline_s"}
+"""How fast rewards come; a deadline that is met changes no reward."""
+_MEMORY_BOUNDS = {
+    "batch.tokens_per_microbatch",
+    "batch.samples_per_microbatch",
+    "model.gradient_checkpointing",
+    "model.logits_chunk_bytes",
+    "rollout.kv_cache_bytes",
+}
+"""Bounds of memory. A run that ended out of memory continues only if they may shrink; they change rounding, as the device
+does, and nothing else."""
+
+MAY_CHANGE = frozenset(_LENGTH | _PLACE | _WATCHING | _REWARD_PROCESSES | _MEMORY_BOUNDS)
+"""What may change on resume; ``group.*`` is a whole group. All else decides the numbers of the run and may not, even where
+only the order of work changes (``rollout.max_sequences``)."""
+
+
+def contradictions(saved: Settings, new: Settings, allowed: Collection[str] = MAY_CHANGE) -> list[tuple[str, Any, Any]]:
+    """Settings that differ and may not.
+
+    Args:
+        saved: settings of the checkpoint.
+        new: settings of the run that continues it.
+        allowed: dotted paths that may differ; ``group.*`` is a whole group.
+
+    Returns:
+        (dotted path, saved value, new value) of each, in the order of the fields. A value that one side has not is none.
+    """
+    before, after = flatten(saved), flatten(new)
+    groups = tuple(path[:-1] for path in allowed if path.endswith(".*"))
+    paths = [path for path in dict.fromkeys([*before, *after]) if path not in allowed and not path.startswith(groups)]
+    return [(path, before.get(path), after.get(path)) for path in paths if before.get(path) != after.get(path)]
+
+
+def require_same(saved: Settings, new: Settings, allowed: Collection[str] = MAY_CHANGE) -> None:
+    """Refuse to continue a run whose settings contradict its checkpoint.
+
+    Raises:
+        UserError: that names each key, both values and where the new one came from.
+    """
+    found = contradictions(saved, new, allowed)
+    if not found:
+        return
+    lines = [
+        f"  {path}: {old!r} in the checkpoint, {now!r} now ({new.provenance.of(path)})" for path, old, now in found
+    ]
+    raise UserError(
+        "\n".join(["the settings contradict the checkpoint", *lines]),
+        why="a resumed run repeats the uninterrupted one",
+        fix="give the checkpoint's values, or start a new run in another run_dir",
+    )

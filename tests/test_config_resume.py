@@ -1,0 +1,69 @@
+"""Which settings may change when a run is continued."""
+
+import pytest
+
+from meshloom.config.errors import UserError
+from meshloom.config.load import flatten, load_settings
+from meshloom.config.resume import MAY_CHANGE, contradictions, require_same
+from meshloom.config.settings import TrainSettings
+
+REQUIRED = ["run_dir=runs/a", "model.path=models/a", "data.train.files=[a.jsonl]"]
+
+
+def settings(*overrides: str) -> TrainSettings:
+    return load_settings(TrainSettings, None, [*REQUIRED, *overrides])
+
+
+def test_equal_settings_do_not_contradict() -> None:
+    assert contradictions(settings(), settings()) == []
+    require_same(settings("seed=3"), settings("seed=3"))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "batch.steps=100",
+        "batch.epochs=2",
+        "run_dir=runs/b",
+        "device=cpu",
+        "checkpoint.keep_last=9",
+        "logging.loggers=[]",
+        "validation.every_steps=1",
+        "reward.workers=3",
+        "batch.tokens_per_microbatch=9999",
+        "model.gradient_checkpointing=true",
+    ],
+)
+def test_length_place_watching_and_memory_bounds_may_change(override: str) -> None:
+    require_same(settings(), settings(override))
+
+
+def test_every_contradiction_is_named_with_both_values_and_the_origin() -> None:
+    with pytest.raises(UserError) as caught:
+        require_same(
+            settings("optimizer.lr=1e-5"), settings("optimizer.lr=2e-5", "rollout.max_sequences=8", "batch.steps=5")
+        )
+    message = str(caught.value)
+    assert "optimizer.lr: 1e-05 in the checkpoint, 2e-05 now (override optimizer.lr=2e-5)" in message
+    assert "rollout.max_sequences: 256 in the checkpoint, 8 now" in message
+    assert "batch.steps" not in message
+
+
+def test_an_adapter_that_appears_or_goes_contradicts() -> None:
+    assert ("model.lora.rank", None, 4) in contradictions(settings(), settings("model.lora.rank=4"))
+    assert ("model.lora.rank", 4, None) in contradictions(settings("model.lora.rank=4"), settings())
+
+
+def test_the_caller_decides_what_may_change() -> None:
+    assert contradictions(settings(), settings("seed=1"), {"seed"}) == []
+    assert contradictions(settings(), settings("optimizer.lr=1"), {"optimizer.*"}) == []
+    assert contradictions(settings(), settings("batch.steps=1"), set()) == [("batch.steps", None, 1)]
+
+
+def test_what_may_change_exists() -> None:
+    """A renamed field would otherwise leave a rule about nothing."""
+    paths = list(flatten(settings()))
+    for allowed in MAY_CHANGE:
+        assert any(path == allowed or (allowed.endswith(".*") and path.startswith(allowed[:-1])) for path in paths), (
+            allowed
+        )
