@@ -15,6 +15,11 @@ class SamplingParams:
     """The distribution tokens are drawn from, and when to stop.
 
     Filters apply in this order, on the logits divided by the temperature: top-k, top-p, min-p. Temperature 0 is greedy.
+    Top-p is a share of what top-k left; min-p a share of the most likely token. Tokens as likely as the last one that a
+    filter keeps are kept too.
+
+    Raises:
+        ValueError: if a value is out of its range.
     """
 
     max_tokens: int
@@ -25,6 +30,20 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
+    """Go on after the model's own end tokens; stop ids and stop strings still end a sample."""
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens must be at least 1": self.max_tokens >= 1,
+            "temperature must be 0 or more": self.temperature >= 0,
+            "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
+            "top_k must be 0 or more": self.top_k >= 0,
+            "min_p must be from 0 to 1": 0 <= self.min_p <= 1,
+            "a stop string must not be empty": all(self.stop_strings),
+        }
+        for rule, holds in checks.items():
+            if not holds:
+                raise ValueError(f"{rule}: {self}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +80,7 @@ class Completion:
         request_id: the request's id.
         index: which of the request's samples this is.
         ids: generated tokens, the one that ended the sample included.
-        logprobs: log-probability of each under the sampling distribution (after temperature and filters).
+        logprobs: log-probability of each under the sampling distribution (after temperature and filters; 0 if greedy).
         versions: version of the weights that sampled each token.
         finish: why it ended.
     """

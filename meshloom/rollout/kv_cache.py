@@ -1,0 +1,276 @@
+"""The key-value cache of the embedded engine: dense slots in banks of doubling capacity.
+
+Owns: the memory of keys and values, which sequence is in which slot, and the bound on bytes. Refuses to know: requests,
+sampling, models. Always holds: the bytes alive never exceed the budget, not even while a bank grows (it is rebuilt a
+tensor at a time); the slots in use are the first ones of their bank, so attention reads plain views; a sequence that
+outgrows its bank moves to the next, so at most about half of a slot is unused and sequences of alike length are together.
+
+Legend: S slots, K key-value heads, C capacity in tokens, D width of a head.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+SMALLEST_CAPACITY = 64
+
+
+def quarter_of_free_bytes(device: torch.device) -> int:
+    """A quarter of the memory that is free now on a device."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return free // 4
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one token takes: ``2 × layers × kv_heads × head_dim`` numbers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "CacheShape":
+        config = model.config.get_text_config().to_dict()
+        heads = config["num_attention_heads"]
+        weight = model.get_input_embeddings().weight
+        return cls(
+            num_layers=config["num_hidden_layers"],
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def zeros(self, slots: int, capacity: int) -> Tensor:
+        """Keys or values of one layer, [S, K, C, D]. What a mask hides is multiplied by zero, so it must be finite."""
+        return torch.zeros(slots, self.num_kv_heads, capacity, self.head_dim, dtype=self.dtype, device=self.device)
+
+
+class Bank:
+    """Slots of one capacity. ``owners[i]`` is the sequence in slot i, ``lengths[i]`` the tokens it has there.
+
+    ``tensors`` holds the keys of each layer and then the values of each layer, [S, K, C, D].
+    """
+
+    def __init__(self, shape: CacheShape, capacity: int) -> None:
+        self.shape, self.capacity, self.slots = shape, capacity, 0
+        self.owners: list[Any] = []
+        self.lengths = np.zeros(0, dtype=np.int64)
+        self.tensors = [shape.zeros(0, capacity) for _ in range(2 * shape.num_layers)]
+
+    @property
+    def allocated_tokens(self) -> int:
+        return self.slots * self.capacity
+
+    def keys(self, layer: int) -> Tensor:
+        return self.tensors[layer]
+
+    def values(self, layer: int) -> Tensor:
+        return self.tensors[self.shape.num_layers + layer]
+
+    def resize(self, slots: int) -> None:
+        """Change the number of slots to ``slots`` ≥ those in use, a tensor at a time."""
+        self._rebuild(self, slots, len(self.owners))
+
+    def take_over(self, source: "Bank") -> None:
+        """Move all sequences of a smaller bank into this unused one, a tensor at a time."""
+        self._rebuild(source, len(source.owners), len(source.owners))
+        self.owners, source.owners = source.owners, []
+        source.resize(0)
+
+    def _rebuild(self, source: "Bank", slots: int, used: int) -> None:
+        lengths = np.zeros(slots, dtype=np.int64)
+        lengths[:used] = source.lengths[:used]
+        longest = int(lengths.max(initial=0))
+        for place in range(len(self.tensors)):
+            new = self.shape.zeros(slots, self.capacity)
+            new[:used, :, :longest] = source.tensors[place][:used, :, :longest]
+            source.tensors[place] = self.shape.zeros(0, source.capacity)
+            self.tensors[place] = new
+        self.lengths, self.slots = lengths, slots
+
+    def copy_from(self, source: "Bank", source_slots: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy tokens of slots in ``source`` (this bank or another) into slots here."""
+        index = torch.tensor([*source_slots, *slots], device=self.shape.device).split([len(source_slots), len(slots)])
+        self.lengths[list(slots)] = source.lengths[list(source_slots)]
+        longest = int(self.lengths[list(slots)].max())
+        for mine, theirs in zip(self.tensors, source.tensors, strict=True):
+            mine[index[1], :, :longest] = theirs[index[0], :, :longest]
+
+    def remove(self, holes: Sequence[int]) -> None:
+        """Free slots; the last sequences move into the holes."""
+        gone = set(holes)
+        kept = len(self.owners) - len(gone)
+        movers = [slot for slot in range(kept, len(self.owners)) if slot not in gone]
+        targets = [slot for slot in sorted(gone) if slot < kept]
+        if movers:
+            self.copy_from(self, movers, targets)
+        for mover, target in zip(movers, targets, strict=True):
+            self.owners[target] = self.owners[mover]
+        del self.owners[kept:]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring slots ``start`` to ``stop`` − 1 of a bank."""
+
+    bank: Bank
+    start: int
+    stop: int
+
+
+class KVCache:
+    """Banks of capacity 64, 128, … up to the longest sequence that is expected, within a budget of bytes.
+
+    Args:
+        shape: what one token takes.
+        budget_bytes: hard bound on the bytes of all keys and values.
+        longest: tokens of the longest sequence that can come.
+    """
+
+    def __init__(self, shape: CacheShape, *, budget_bytes: int, longest: int) -> None:
+        self.shape = shape
+        self.budget_tokens = budget_bytes / shape.bytes_per_token
+        self.banks = [Bank(shape, capacity) for capacity in _capacities(longest)]
+        self.parked: list[Bank] = []
+
+    @property
+    def allocated_tokens(self) -> int:
+        return sum(bank.allocated_tokens for bank in (*self.banks, *self.parked))
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(len(bank.owners) for bank in self.banks)
+
+    @property
+    def owners(self) -> list[Any]:
+        return [owner for bank in self.banks for owner in bank.owners]
+
+    def place(self, owners: Sequence[Any], length: int) -> Span | None:
+        """Give each owner a slot for ``length`` tokens that the caller is about to write; none if memory is short."""
+        bank = next(bank for bank in self.banks if bank.capacity >= length)
+        start, stop = len(bank.owners), len(bank.owners) + len(owners)
+        if not self._ensure(bank, stop):
+            return None
+        bank.owners.extend(owners)
+        bank.lengths[start:stop] = length
+        return Span(bank, start, stop)
+
+    def promote(self) -> bool:
+        """Move sequences whose slot is full to the next bank. False if memory is short; what was moved stays moved."""
+        for small, large in reversed(list(pairwise(self.banks))):
+            used = len(small.owners)
+            full = np.flatnonzero(small.lengths[:used] == small.capacity).tolist()
+            if not full:
+                continue
+            everything = len(full) == used and not large.owners
+            if not (self._take_over(small, large) if everything else self._move(small, large, full)):
+                return False
+        return True
+
+    def sweep(self, is_done: Callable[[Any], bool]) -> None:
+        """Free the slots of the owners for which ``is_done`` holds."""
+        for bank in self.banks:
+            holes = [slot for slot, owner in enumerate(bank.owners) if is_done(owner)]
+            if holes:
+                bank.remove(holes)
+                self._free_if_unused(bank)
+
+    def park(self, length: int) -> Bank | None:
+        """One slot outside the banks, for a prompt that later samples will copy; none if memory is short."""
+        if self.allocated_tokens + length > self.budget_tokens:
+            return None
+        bank = Bank(self.shape, length)
+        bank.resize(1)
+        bank.lengths[0] = length
+        self.parked.append(bank)
+        return bank
+
+    def unpark(self, bank: Bank) -> None:
+        self.parked.remove(bank)
+
+    def _fits(self, bank_tokens: int, new_tokens: int) -> bool:
+        rest = self.allocated_tokens - bank_tokens
+        return rest + _rebuild_peak(self.shape, bank_tokens, new_tokens) <= self.budget_tokens
+
+    def _ensure(self, bank: Bank, slots: int) -> bool:
+        """Make a bank have ``slots`` slots: half as many again while memory is plenty, else exactly those needed."""
+        if slots <= bank.slots:
+            return True
+        generous = slots + slots // 2
+        rest = self.allocated_tokens - bank.allocated_tokens
+        if rest + generous * bank.capacity <= self.budget_tokens / 2:
+            slots = generous
+        if not self._fits(bank.allocated_tokens, slots * bank.capacity):
+            self._trim()
+            if not self._fits(bank.allocated_tokens, slots * bank.capacity):
+                return False
+        bank.resize(slots)
+        return True
+
+    def _take_over(self, small: Bank, large: Bank) -> bool:
+        needed = len(small.owners) * large.capacity
+        if not self._fits(small.allocated_tokens, needed):
+            self._trim()
+            if not self._fits(small.allocated_tokens, needed):
+                return False
+        large.take_over(small)
+        return True
+
+    def _move(self, small: Bank, large: Bank, full: list[int]) -> bool:
+        start, stop = len(large.owners), len(large.owners) + len(full)
+        if not self._ensure(large, stop):
+            return False
+        large.owners.extend(small.owners[slot] for slot in full)
+        large.copy_from(small, full, range(start, stop))
+        small.remove(full)
+        self._free_if_unused(small)
+        return True
+
+    def _free_if_unused(self, bank: Bank) -> None:
+        if not bank.owners and bank.slots:
+            bank.resize(0)
+
+    def _trim(self) -> None:
+        """Give back slots that are not in use, where there is room to rebuild the bank."""
+        for bank in self.banks:
+            used = len(bank.owners)
+            if used < bank.slots and self._fits(bank.allocated_tokens, used * bank.capacity):
+                bank.resize(used)
+
+
+def _capacities(longest: int) -> list[int]:
+    """64, 128, … and ``longest`` itself as the last."""
+    capacities = []
+    capacity = SMALLEST_CAPACITY
+    while capacity < longest:
+        capacities.append(capacity)
+        capacity *= 2
+    return [*capacities, longest]
+
+
+def _rebuild_peak(shape: CacheShape, old_tokens: int, new_tokens: int) -> float:
+    """Most tokens' worth of memory alive while tensors of ``old_tokens`` are replaced one by one."""
+    tensors = 2 * shape.num_layers
+    return max(old_tokens + new_tokens / tensors, new_tokens + old_tokens / tensors)
+
+
+def single_sequence_bytes(shape: CacheShape, length: int) -> int:
+    """What a sequence of ``length`` tokens takes when it is alone, the move from its last bank but one included."""
+    small, large = [0, *_capacities(length)][-2:]
+    return math.ceil(_rebuild_peak(shape, small, large) * shape.bytes_per_token)

@@ -1,0 +1,260 @@
+"""The embedded engine: generation on the trainer's own module, with continuous batching over a key-value cache.
+
+Owns: the passes of the model and what becomes of their logits. Refuses to know: text (but for stop strings), rewards,
+losses, who changes the weights. Always holds: weights are never copied; one pass a step computes the next token of every
+running sample and the prompts that start; a sample's tokens depend on its prompt, seed and parameters, not on what else
+runs; when ``generate`` ends or is closed, the cache is freed and the module is in the mode it was in.
+
+Legend: T tokens of a pass, N rows that get a token, D hidden, V vocabulary.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshloom.config.errors import UserError
+from meshloom.rollout.kv_cache import Bank, CacheShape, KVCache, quarter_of_free_bytes, single_sequence_bytes
+from meshloom.rollout.layouts import BankDecode, DecodeLayout, MixedLayout, PrefillLayout
+from meshloom.rollout.protocol import Completion, FinishReason, Request
+from meshloom.rollout.sampling import Rows, draw
+from meshloom.rollout.scheduler import Admission, Prefill, Sample, Scheduler
+from meshloom.rollout.stopping import Decode, StopRule
+from meshloom.train.attention import AttentionLayout
+from meshloom.train.head import OutputHead, decoder_of, plain_model
+
+
+class TorchEngine:
+    """An engine on a transformers model that attends through layouts (``meshloom.train.attention.use_layouts``).
+
+    Args:
+        model: the causal language model, or one in a peft wrapper. It may be trained between calls of ``generate``.
+        eos_ids: tokens that end a sample.
+        max_sequences: sequences decoded at once.
+        kv_cache_bytes: hard bound on the bytes of keys and values; default: a quarter of the memory free now.
+        prefill_tokens: prompt tokens computed in one pass; a longer prompt is alone in its pass.
+        decode: from token ids to text, for stop strings.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        eos_ids: tuple[int, ...],
+        max_sequences: int = 256,
+        kv_cache_bytes: int | None = None,
+        prefill_tokens: int = 8192,
+        decode: Decode | None = None,
+    ) -> None:
+        self.version = 0
+        self._model, self._decoder, self._head = model, decoder_of(model), OutputHead(model)
+        self._shape = CacheShape.of(plain_model(model))
+        self._eos_ids, self._decode = eos_ids, decode
+        self._max_sequences, self._prefill_tokens = max_sequences, prefill_tokens
+        self.kv_cache_bytes = kv_cache_bytes or quarter_of_free_bytes(self._shape.device)
+        self._scheduler: Scheduler | None = None
+        self._asleep = False
+        self._aborted: set[int] = set()
+        self._sampled: list[Sample] = []
+        self._rows: Rows | None = None
+
+    def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
+        """Yield each sample as it finishes. After ``deadline_s`` seconds the rest come with ``FinishReason.DEADLINE``.
+
+        Closing the iterator early frees everything. Between two samples the module is in its own mode.
+
+        Raises:
+            UserError: if a request can never fit the cache, or has stop strings and the engine no ``decode``.
+            ValueError: if a request is malformed.
+            RuntimeError: if the engine sleeps or is generating already, or the model gives logits that are not finite.
+        """
+        if self._asleep:
+            raise RuntimeError("the engine sleeps; call wake() before generate()")
+        self._check(requests)
+        return self._generate(requests, deadline_s)
+
+    def abort(self, request_id: int) -> None:
+        """End a request's unfinished samples; they come with ``FinishReason.ABORTED``. Others are not disturbed."""
+        self._aborted.add(request_id)
+
+    def load_weights(self, version: int) -> None:
+        """The module's weights were changed in place; tokens drawn from now on carry ``version``."""
+        self.version = version
+
+    def sleep(self) -> None:
+        """Refuse to generate until ``wake``. The cache holds memory only while ``generate`` runs, so none is left to free.
+
+        Raises:
+            RuntimeError: if the engine is generating.
+        """
+        if self._scheduler is not None:
+            raise RuntimeError("the engine is generating; close its iterator before sleep()")
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Allow generating again."""
+        self._asleep = False
+
+    def _generate(self, requests: Sequence[Request], deadline_s: float) -> Iterator[Completion]:
+        if self._scheduler is not None:
+            raise RuntimeError("the engine is generating already; finish or close that iterator first")
+        deadline = time.monotonic() + deadline_s
+        longest = max((_kv_tokens(request) for request in requests), default=1)
+        cache = KVCache(self._shape, budget_bytes=self.kv_cache_bytes, longest=longest)
+        self._scheduler = Scheduler(cache, max_sequences=self._max_sequences, prefill_tokens=self._prefill_tokens)
+        self._aborted.clear()
+        try:
+            for request in requests:
+                rule = StopRule.of(request.params, self._eos_ids, self._decode)
+                samples = [Sample(request, index, rule) for index in range(len(request.seeds))]
+                self._scheduler.submit(list(request.prompt_ids), samples)
+            while self._scheduler.has_work:
+                yield from [sample.completion() for sample in self._advance(deadline)]
+        finally:
+            self._scheduler, self._sampled, self._rows = None, [], None
+
+    def _advance(self, deadline: float) -> list[Sample]:
+        """Run passes until samples finish."""
+        scheduler = self._scheduler
+        with _evaluation(self._model), torch.inference_mode():
+            while scheduler.has_work:
+                ended = self._interrupted(deadline) or self._step()
+                if ended:
+                    return ended
+        return []
+
+    def _interrupted(self, deadline: float) -> list[Sample]:
+        """End what was aborted, and everything once the deadline is over."""
+        ended: list[Sample] = []
+        if self._aborted:
+            aborted, self._aborted = self._aborted, set()
+            ended += self._scheduler.end(lambda sample: sample.request.id in aborted, FinishReason.ABORTED)
+        if time.monotonic() >= deadline:
+            ended += self._scheduler.end(lambda sample: True, FinishReason.DEADLINE)
+        return ended
+
+    def _step(self) -> list[Sample]:
+        """One pass: a token for every running sample and for those that start. Returns the samples that it finished."""
+        scheduler = self._scheduler
+        scheduler.make_room()
+        running = [(bank, len(bank.owners)) for bank in scheduler.cache.banks if bank.owners]
+        samples = [sample for bank, count in running for sample in bank.owners[:count]]
+        admission = scheduler.admit()
+        if not samples and not admission.prefills and not admission.resumed:
+            raise RuntimeError("no sample can run, although each was checked to fit the cache alone")
+        logits_NV = self._logits(samples, running, admission.prefills)
+        logits_NV, samples = _join(logits_NV, samples, admission)
+        for bank, count in running:
+            bank.lengths[:count] += 1
+        finished = self._draw(logits_NV, samples)
+        if finished:
+            scheduler.sweep()
+        return finished
+
+    def _logits(self, samples: list[Sample], running: list[tuple[Bank, int]], prefills: list[Prefill]) -> Tensor | None:
+        """Logits of the running samples and then of the prompts' last tokens; none if there is nothing to compute."""
+        if not samples and not prefills:
+            return None
+        prompts = [prefill.pending.ids for prefill in prefills]
+        ids = [sample.ids[-1] for sample in samples]
+        ids.extend(chain.from_iterable(prompts))
+        places = [bank.lengths[:count] for bank, count in running] + [np.arange(len(prompt)) for prompt in prompts]
+        device = self._shape.device
+        hidden_TD = self._decoder(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.from_numpy(np.concatenate(places)).to(device)[None],
+            layout=_layout(running, prefills, len(samples)),
+            use_cache=False,
+        ).last_hidden_state[0]
+        if prompts:
+            ends = np.cumsum([len(prompt) for prompt in prompts]) + (len(samples) - 1)
+            rows = np.concatenate([np.arange(len(samples)), ends])
+            hidden_TD = hidden_TD[torch.from_numpy(rows).to(device)]
+        return self._head.logits(hidden_TD)
+
+    def _draw(self, logits_NV: Tensor, samples: list[Sample]) -> list[Sample]:
+        """Draw a token for every sample and hand it on; the one place that waits for the device."""
+        if samples != self._sampled:
+            params = [sample.request.params for sample in samples]
+            seeds = [sample.request.seeds[sample.index] for sample in samples]
+            self._sampled, self._rows = samples, Rows.of(params, seeds, self._shape.device)
+        positions = np.array([len(sample.ids) for sample in samples])
+        tokens, logprobs = torch.stack([x.double() for x in draw(logits_NV, self._rows, positions)]).tolist()
+        if not np.isfinite(logprobs).all():
+            raise RuntimeError("the model gives logits that are not finite; its weights are broken or overflow")
+        version = self.version
+        for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
+            sample.append(int(token), logprob, version)
+        return [sample for sample in samples if sample.finish is not None]
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        if len({request.id for request in requests}) != len(requests):
+            raise ValueError("two requests have the same id")
+        for request in requests:
+            if not len(request.prompt_ids) or not len(request.seeds):
+                raise ValueError(f"request {request.id} has no prompt or no seeds")
+            if request.params.stop_strings and self._decode is None:
+                raise UserError(
+                    "stop strings need an engine that can decode", fix="give the engine a tokenizer's decode"
+                )
+        longest = max(requests, key=_kv_tokens, default=None)
+        if longest is None:
+            return
+        needed = single_sequence_bytes(self._shape, _kv_tokens(longest))
+        if needed > self.kv_cache_bytes:
+            raise UserError(
+                f"a sequence of {len(longest.prompt_ids)} prompt tokens and up to {longest.params.max_tokens} generated ones "
+                f"does not fit the key-value cache",
+                where="rollout.kv_cache_bytes",
+                why=f"alone it takes {needed:,} bytes ({self._shape.bytes_per_token:,} a token), "
+                f"the cache may take {self.kv_cache_bytes:,}",
+                fix=f"kv_cache_bytes of at least {needed:,}, or shorter prompts or responses",
+            )
+
+
+def _kv_tokens(request: Request) -> int:
+    """Most tokens a sample of a request has in the cache: the last one drawn is never computed."""
+    return len(request.prompt_ids) + request.params.max_tokens - 1
+
+
+def _layout(running: list[tuple[Bank, int]], prefills: list[Prefill], num_running: int) -> AttentionLayout:
+    decode = DecodeLayout([BankDecode(bank, count) for bank, count in running])
+    if not prefills:
+        return decode
+    prefill = PrefillLayout([len(p.pending.ids) for p in prefills], [p.spans for p in prefills])
+    return MixedLayout(decode, prefill, num_running) if running else prefill
+
+
+def _join(logits_NV: Tensor | None, running: list[Sample], admission: Admission) -> tuple[Tensor, list[Sample]]:
+    """One row of logits a sample: running ones, those of new prompts (a prompt's row for each), those resumed."""
+    samples = list(running)
+    rows = list(range(len(running)))
+    for place, prefill in enumerate(admission.prefills, start=len(running)):
+        if prefill.pending.parked is not None:
+            prefill.pending.logits = logits_NV[place].clone()
+        rows += [place] * len(prefill.samples)
+        samples += prefill.samples
+    if len(rows) != len(running):
+        logits_NV = logits_NV[torch.tensor(rows, device=logits_NV.device)]
+    parts = [] if logits_NV is None else [logits_NV]
+    for pending, resumed in admission.resumed:
+        parts.append(pending.logits.expand(len(resumed), -1))
+        samples += resumed
+    return torch.cat(parts) if admission.resumed else logits_NV, samples
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    """The module without dropout and checkpointing, and each part back in its own mode after."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
