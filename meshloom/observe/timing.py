@@ -40,6 +40,11 @@ class PhaseClock:
             self._stack.pop()
             self._announce()
 
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase since the last ``take``; counting goes on."""
+        self._settle()
+        return dict(self._seconds)
+
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call, in order of first entry; counting starts anew. A phase that is still
         open goes on in the new count."""
