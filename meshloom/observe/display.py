@@ -128,6 +128,7 @@ def line_text(record: Mapping[str, Any], steps: int, eta: str = "") -> str:
     metrics, kind = record["metrics"], record["kind"]
     head = f"step {record['step']}/{steps}" + ("  validation" if kind == "validation" else "")
     parts = [head]
+    names: tuple[tuple[str, str], ...]
     if kind == "validation":
         names = (("accuracy", "accuracy"), ("reward", "reward_mean"), ("mean@k", "mean_at_k"), ("pass@k", "pass_at_k"))
     else:

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshloom.config.errors import UserError
 from meshloom.observe.names import PHASES
-from meshloom.observe.records import METRICS_FILE, SAMPLES_FILE, read_metrics
+from meshloom.observe.records import METRICS_FILE, read_metrics
 from meshloom.observe.run_folder import PLAN_TEXT_FILE, RunState, read_settings, read_status
 
 
@@ -185,8 +185,3 @@ def evenly(count: int, limit: int) -> list[int]:
     if count <= limit:
         return list(range(count))
     return [round(i * (count - 1) / (limit - 1)) for i in range(limit)]
-
-
-def has_samples(stage: Stage) -> bool:
-    """Whether the stage left samples."""
-    return (stage.path / SAMPLES_FILE).exists()

@@ -5,7 +5,7 @@ first and last step are represented; a group is shown whole where there is room 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,23 @@ def choose_samples(stages: Sequence[Stage], *, limit: int, byte_limit: int) -> t
         limit = max(1, min(limit - 1, int(limit * 0.9 * byte_limit / size)))
 
 
-def _lines(file: Path) -> Any:
+def last_samples(stages: Sequence[Stage], count: int) -> list[dict[str, Any]]:
+    """At most ``count`` samples of the last step that left any, spread over the step; held-out ones where there are both."""
+    for stage in reversed(stages):
+        step = -1
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for _, record in iterate(stage.path / SAMPLES_FILE):
+            if record["step"] > step:
+                step, kinds = record["step"], {}
+            if record["step"] == step:
+                kinds.setdefault(record["kind"], []).append(record)
+        if kinds:
+            found = kinds.get("validation") or next(iter(kinds.values()))
+            return [found[i] for i in evenly(len(found), count)] if count > 1 else found[:count]
+    return []
+
+
+def _lines(file: Path) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
     """Offset, size and record of each line."""
     before: tuple[int, Mapping[str, Any]] | None = None
     for offset, record in iterate(file):

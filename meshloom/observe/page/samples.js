@@ -179,12 +179,14 @@ function cell(column, sample) {
   return String(value);
 }
 
-/** One line of a text: its end for prompts, where the question usually stands, its beginning for the rest. */
-function excerpt(text, fromEnd) {
-  // Marks of the chat template say nothing in one line; the full text keeps them.
-  const line = String(text).replace(/<\|[^|<>]*\|>/g, " ").replace(/\s+/g, " ").trim();
-  if (line.length <= EXCERPT) return line;
-  return fromEnd ? "…" + line.slice(-EXCERPT) : line.slice(0, EXCERPT) + "…";
+/** Marks that chat templates put between messages, with the role that follows. */
+const TEMPLATE_MARK = /<\|[^|<>]*\|>(?:(?:system|user|assistant)(?=\s))?|<(?:start|end)_of_turn>(?:(?:user|model)(?=\s))?/;
+
+/** One line of a text; of a chat, its last message that says something, where the question usually stands. */
+function excerpt(text, isPrompt) {
+  const parts = String(text).split(TEMPLATE_MARK).map((part) => part.replace(/\s+/g, " ").trim()).filter((part) => part !== "");
+  const line = isPrompt ? parts[parts.length - 1] || "" : parts.join(" ");
+  return line.length <= EXCERPT ? line : line.slice(0, EXCERPT) + "…";
 }
 
 function textBlock(label, text, ids) {
