@@ -59,3 +59,10 @@ GROUP_ADVANTAGES = frozenset(
     }
 )
 """Estimators that compare a sample with the others of its prompt."""
+
+FIXED_REDUCTIONS: dict[str, str] = {
+    PolicyLoss.GSPO: "seq-mean-token-mean",
+    PolicyLoss.SAPO: "seq-mean-token-mean",
+    PolicyLoss.GMPO: "seq-mean-token-mean",
+}
+"""Policy losses that are defined with one reduction, which is then used whatever ``algorithm.reduction`` says."""

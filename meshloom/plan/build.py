@@ -1,0 +1,118 @@
+"""Building the plan of a run.
+
+Owns: putting ledgers and checks together. Refuses to know: how anything is executed. Always holds: nothing is written, no
+device is touched, no weight is read; what is wrong is collected, not raised, until ``require`` is called.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshloom.config.errors import UserError
+from meshloom.config.problems import Problem, require_none
+from meshloom.config.settings import EvalSettings, SftSettings, SourceSettings, TrainSettings
+from meshloom.plan.checks import Findings, check_settings
+from meshloom.plan.ledger import LedgerLine, batch_ledger, sft_steps, train_steps
+from meshloom.plan.memory import UnknownShape, memory_ledger
+from meshloom.plan.model_folder import ModelFolder, read_model_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run, described.
+
+    Args:
+        title: what is planned, such as ``train runs/a``.
+        lines: the ledgers.
+        problems: why the run cannot work; empty if it can.
+        warnings: what runs, but is likely not meant.
+        steps: steps of the run; none if that needs the number of prompts and it is not known, and for an evaluation.
+    """
+
+    title: str
+    lines: tuple[LedgerLine, ...]
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+    steps: int | None
+
+    def value(self, name: str) -> int | float | str | None:
+        """The value of a line, by its name.
+
+        Raises:
+            KeyError: if there is no such line.
+        """
+        return {line.name: line.value for line in self.lines}[name]
+
+    @property
+    def updates(self) -> int | None:
+        """Optimizer updates of the run; none where ``steps`` is, or where a step has no whole number of updates."""
+        total = None if self.steps is None else self.value("updates of the run")
+        return total if isinstance(total, int) else None
+
+    def require(self) -> None:
+        """Do nothing if the run can work.
+
+        Raises:
+            UserError: that lists every problem.
+        """
+        require_none(self.problems, self.title)
+
+
+def build_plan(settings: TrainSettings | SftSettings | EvalSettings, num_prompts: int | None) -> Plan:
+    """The plan of a run on one device.
+
+    Args:
+        settings: of the run.
+        num_prompts: prompts of the training data (rows, in supervised runs; prompts to evaluate, in evaluations), after
+            overlong ones are dropped; none if not known yet.
+    """
+    found = check_settings(settings, num_prompts)
+    lines = list(batch_ledger(settings, num_prompts))
+    folder = _read_model(found, settings)
+    if folder is not None:
+        _check_adapters(found, settings, folder)
+        try:
+            lines += memory_ledger(settings, folder)
+        except UnknownShape as error:
+            found.warn("M002", "model.path", f"the plan has no memory ledger: {error}")
+    if isinstance(settings, EvalSettings):
+        kind, steps = "eval", None
+    elif isinstance(settings, SftSettings):
+        kind, steps = "sft", sft_steps(settings, num_prompts)
+    else:
+        kind, steps = "train", train_steps(settings, num_prompts)
+    return Plan(
+        title=f"{kind} {settings.run_dir}",
+        lines=tuple(lines),
+        problems=tuple(found.problems),
+        warnings=tuple(found.warnings),
+        steps=steps,
+    )
+
+
+def known_prompts(source: SourceSettings) -> int | None:
+    """How many prompts a source has, where its settings alone say so: generated ones."""
+    if source.reasoning_gym is None:
+        return None
+    return min(source.size, source.max_rows or source.size)
+
+
+def _read_model(found: Findings, settings: TrainSettings | SftSettings | EvalSettings) -> ModelFolder | None:
+    try:
+        return read_model_folder(Path(settings.model.path))
+    except UserError as error:
+        found.refuse("M001", "model.path", error.what, why=error.why, fix=error.fix)
+        return None
+
+
+def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:
+    """Adapters that attach to no layer would train nothing."""
+    if settings.model.lora is None:
+        return
+    layers = folder.linear_layers(("all-linear",))
+    for target in settings.model.lora.target_modules:
+        if not folder.linear_layers((target,)):
+            names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
+            what = f"no layer of the model is called {target!r}"
+            found.refuse(
+                "L002", "model.lora.target_modules", what, fix=f"its layers are {', '.join(names)}, or all-linear"
+            )

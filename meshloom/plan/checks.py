@@ -1,0 +1,271 @@
+"""What settings mean together, checked before any work, all at once.
+
+Owns: rules across settings that need no model, each with a stable code. Refuses to know: devices, models, what is in a file.
+Always holds: a refusal names the nearest values that work; a warning is about something that runs but is likely not meant.
+
+Codes: S sources, A algorithm, R rollout, B batch, O optimizer, L adapters.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshloom.config.names import (
+    FIXED_REDUCTIONS,
+    GROUP_ADVANTAGES,
+    REFUSED_ADVANTAGES,
+    Advantage,
+    KlEstimator,
+    PolicyLoss,
+)
+from meshloom.config.problems import Problem
+from meshloom.config.settings import (
+    AlgorithmSettings,
+    EvalSettings,
+    KlPlace,
+    SamplingSettings,
+    Settings,
+    SftSettings,
+    SourceSettings,
+    TrainSettings,
+)
+from meshloom.plan.ledger import longest_sample_tokens, sft_steps, train_steps
+
+_NORM = "seq-mean-token-sum-norm"
+_ENDINGS = (".parquet", ".jsonl")
+
+
+@dataclass
+class Findings:
+    """Refusals and warnings about one run's settings."""
+
+    settings: Settings
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+
+    def refuse(self, code: str, path: str, what: str, *, why: str = "", fix: str = "") -> None:
+        self.problems.append(self._problem(code, path, what, why, fix))
+
+    def warn(self, code: str, path: str, what: str, *, why: str = "", fix: str = "") -> None:
+        self.warnings.append(self._problem(code, path, what, why, fix))
+
+    def _problem(self, code: str, path: str, what: str, why: str, fix: str) -> Problem:
+        return Problem(code=code, what=what, where=f"{path} ({self.settings.provenance.of(path)})", why=why, fix=fix)
+
+
+def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_prompts: int | None) -> Findings:
+    """All rules that a kind of settings is under.
+
+    Args:
+        settings: of the run.
+        num_prompts: prompts (or rows) of the training data; none if not known.
+    """
+    found = Findings(settings)
+    _check_source(found, "data.train", settings.data.train)
+    if settings.data.validation is not None:
+        _check_source(found, "data.validation", settings.data.validation)
+    if settings.data.chat_template == "never" and settings.data.system_prompt is not None:
+        found.warn("S005", "data.system_prompt", "the system prompt is not used, as data.chat_template is never")
+    if isinstance(settings, TrainSettings):
+        _check_algorithm(found, settings.algorithm, settings.batch.samples_per_prompt)
+        _check_training_samples(found, settings)
+        _check_train_batch(found, settings, num_prompts)
+    if not isinstance(settings, SftSettings):
+        _check_reward_file(found, settings)
+        _check_validation(found, settings)
+    if not isinstance(settings, EvalSettings):
+        _check_microbatch(found, settings)
+        _check_optimizer(found, settings, num_prompts)
+        _check_lora(found, settings)
+    return found
+
+
+def _check_source(found: Findings, path: str, source: SourceSettings) -> None:
+    kinds = [name for name in ("files", "dataset", "reasoning_gym") if getattr(source, name)]
+    if len(kinds) != 1:
+        have = f"both {' and '.join(kinds)} are given" if kinds else "none is given"
+        what = f"{path} needs exactly one of files, dataset and reasoning_gym; {have}"
+        found.refuse("S001", path, what, fix=f"set one of them, such as {path}.files=[problems.jsonl]")
+    for name in source.files:
+        file = Path(name)
+        if not file.is_file():
+            found.refuse("S002", f"{path}.files", f"there is no file {name}", fix=_files_near(file))
+        elif file.suffix not in _ENDINGS:
+            what = f"{name} is neither Parquet nor JSON Lines by its name"
+            found.refuse("S003", f"{path}.files", what, fix=f"files must end in {' or '.join(_ENDINGS)}")
+    owners = {"split": "dataset", "task": "reasoning_gym", "size": "reasoning_gym", "seed": "reasoning_gym"}
+    for name, owner in owners.items():
+        default = SourceSettings.model_fields[name].get_default(call_default_factory=True)
+        if getattr(source, name) != default and owner not in kinds:
+            found.warn("S004", f"{path}.{name}", f"{path}.{name} is not used without {path}.{owner}")
+
+
+def _files_near(file: Path) -> str:
+    """Files like a missing one, relative to the current directory as the missing one was."""
+    if not file.parent.is_dir():
+        return f"there is no folder {file.parent.absolute()}; paths are relative to the current directory"
+    names = sorted(entry.name for entry in file.parent.iterdir() if entry.suffix == file.suffix)
+    near = difflib.get_close_matches(file.name, names, n=3, cutoff=0.4) or names[:3]
+    return f"files nearby: {', '.join(str(file.parent / name) for name in near)}" if near else "give an existing file"
+
+
+def _check_reward_file(found: Findings, settings: TrainSettings | EvalSettings) -> None:
+    file, colon, _ = (settings.reward.function or "").rpartition(":")
+    if colon and not Path(file).is_file():
+        found.refuse("S006", "reward.function", f"there is no file {file}", fix=_files_near(Path(file)))
+
+
+def _check_name(found: Findings, code: str, setting: str, name: str, known: Iterable[str]) -> None:
+    names = [str(entry) for entry in known]
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, n=1)
+    guess = f"did you mean {near[0]}? " if near else ""
+    found.refuse(code, setting, f"{setting} knows no {name!r}", fix=f"{guess}known: {', '.join(names)}")
+
+
+def _check_algorithm(found: Findings, algorithm: AlgorithmSettings, samples_per_prompt: int) -> None:
+    if (reason := REFUSED_ADVANTAGES.get(algorithm.advantage)) is not None:
+        names = ", ".join(Advantage)
+        what = f"algorithm.advantage {algorithm.advantage!r} {reason}, which a run does not have"
+        found.refuse("A002", "algorithm.advantage", what, fix=f"use one of {names}")
+    else:
+        _check_name(found, "A001", "algorithm.advantage", algorithm.advantage, Advantage)
+    _check_name(found, "A003", "algorithm.policy_loss", algorithm.policy_loss, PolicyLoss)
+    _check_name(found, "A004", "algorithm.kl_estimator", algorithm.kl_estimator, KlEstimator)
+    if algorithm.reduction == _NORM and algorithm.reduction_constant is None:
+        what = f"algorithm.reduction {_NORM} needs algorithm.reduction_constant"
+        fix = "set algorithm.reduction_constant, for example to rollout.max_response_tokens"
+        found.refuse("A005", "algorithm.reduction_constant", what, fix=fix)
+    if algorithm.reduction != _NORM and algorithm.reduction_constant is not None:
+        found.warn("A006", "algorithm.reduction_constant", f"reduction_constant is used by {_NORM} only")
+    if samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
+        what = f"{algorithm.advantage} compares the samples of a prompt, but batch.samples_per_prompt is 1"
+        why = "a group of one has nothing to compare with"
+        found.warn("A007", "batch.samples_per_prompt", what, why=why, fix="set batch.samples_per_prompt to 2 or more")
+    if algorithm.kl is not KlPlace.NONE and algorithm.kl_coefficient == 0:
+        what = f"algorithm.kl is {algorithm.kl}, but its coefficient is 0: the reference is computed for nothing"
+        found.warn("A008", "algorithm.kl_coefficient", what, fix="set algorithm.kl=none, or a coefficient above 0")
+    _check_unused(found, algorithm)
+
+
+def _check_unused(found: Findings, algorithm: AlgorithmSettings) -> None:
+    """Values that are set and have no effect."""
+    if algorithm.kl is KlPlace.NONE:
+        for name in ("kl_coefficient", "kl_estimator"):
+            if getattr(algorithm, name) != AlgorithmSettings.model_fields[name].default:
+                fix = "set algorithm.kl=loss or algorithm.kl=reward"
+                found.warn(
+                    "A009", f"algorithm.{name}", f"algorithm.{name} is not used, as algorithm.kl is none", fix=fix
+                )
+    own = FIXED_REDUCTIONS.get(algorithm.policy_loss)
+    if own and algorithm.reduction not in (own, AlgorithmSettings.model_fields["reduction"].default):
+        what = f"{algorithm.policy_loss} is defined with {own}; algorithm.reduction is not used"
+        found.warn("A010", "algorithm.reduction", what)
+
+
+def _check_training_samples(found: Findings, settings: TrainSettings) -> None:
+    if settings.rollout.sampling.temperature == 0:
+        found.refuse(
+            "R001",
+            "rollout.sampling.temperature",
+            "training samples cannot be greedy: rollout.sampling.temperature is 0",
+            why="the most likely token has probability 1, whose log-prob has no gradient",
+            fix="set it above 0, such as 1.0; validation.sampling.temperature may be 0",
+        )
+
+
+def _check_validation(found: Findings, settings: TrainSettings | EvalSettings) -> None:
+    validation = settings.validation
+    if validation.samples_per_prompt > 1 and _is_greedy(validation.sampling):
+        found.warn(
+            "R002",
+            "validation.samples_per_prompt",
+            f"the {validation.samples_per_prompt} validation samples of a prompt are all the same, as sampling is greedy",
+            fix="set validation.sampling.temperature above 0, or validation.samples_per_prompt=1",
+        )
+
+
+def _is_greedy(sampling: SamplingSettings) -> bool:
+    return sampling.temperature == 0 or sampling.top_k == 1
+
+
+def divisors_around(number: int, near: int) -> list[int]:
+    """The nearest divisors of ``number`` below and above ``near``."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return [*[d for d in divisors if d <= near][-1:], *[d for d in divisors if d > near][:1]]
+
+
+def _check_train_batch(found: Findings, settings: TrainSettings, num_prompts: int | None) -> None:
+    batch = settings.batch
+    step, update = batch.prompts_per_step, batch.prompts_per_update
+    if update is not None and step % update:
+        multiples = [m for m in (step // update * update, -(-step // update) * update) if m]
+        found.refuse(
+            "B001",
+            "batch.prompts_per_update",
+            f"batch.prompts_per_update ({update}) does not divide batch.prompts_per_step ({step})",
+            why="each prompt of a step belongs to exactly one update",
+            fix=f"batch.prompts_per_update={_either(divisors_around(step, update))}, "
+            f"or batch.prompts_per_step={_either(multiples)}",
+        )
+    if num_prompts is not None and num_prompts < step:
+        found.warn(
+            "B003",
+            "batch.prompts_per_step",
+            f"a step takes {step} prompts, the data have {num_prompts}: prompts repeat within a step",
+            fix=f"set batch.prompts_per_step={num_prompts} or less, or give more data",
+        )
+
+
+def _either(values: Iterable[int]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _check_microbatch(found: Findings, settings: TrainSettings | SftSettings) -> None:
+    budget, longest, prompt = (
+        settings.batch.tokens_per_microbatch,
+        longest_sample_tokens(settings),
+        settings.data.max_prompt_tokens,
+    )
+    if budget >= longest:
+        return
+    response_path = "data.max_response_tokens" if isinstance(settings, SftSettings) else "rollout.max_response_tokens"
+    fixes: Mapping[str, int] = {
+        "batch.tokens_per_microbatch": longest,
+        response_path: budget - prompt,
+        "data.max_prompt_tokens": budget - (longest - prompt),
+    }
+    bounds = [f"{path}={value}" for path, value in fixes.items() if value > 0]
+    found.refuse(
+        "B002",
+        "batch.tokens_per_microbatch",
+        f"a sample may have {longest} tokens, a microbatch holds {budget}",
+        why=f"data.max_prompt_tokens ({prompt}) + {response_path} ({longest - prompt}) = {longest}",
+        fix=", or ".join(bounds),
+    )
+
+
+def _check_optimizer(found: Findings, settings: TrainSettings | SftSettings, num_prompts: int | None) -> None:
+    warmup = settings.optimizer.warmup_updates
+    if isinstance(settings, SftSettings):
+        total: int | float | None = sft_steps(settings, num_prompts)
+    else:
+        batch, steps = settings.batch, train_steps(settings, num_prompts)
+        per_step = batch.prompts_per_step * batch.epochs_per_step / (batch.prompts_per_update or batch.prompts_per_step)
+        total = None if steps is None else steps * per_step
+    if total is not None and warmup >= total:
+        what = f"the learning rate warms up for {warmup} updates, the run has {total:g}: it never reaches its peak"
+        found.warn("O001", "optimizer.warmup_updates", what, fix="warm up for fewer updates, or train longer")
+    if settings.optimizer.lr == 0:
+        found.warn("O002", "optimizer.lr", "the learning rate is 0: nothing will be learned")
+    if settings.optimizer.schedule == "constant" and settings.optimizer.min_lr_ratio != 0:
+        found.warn("O003", "optimizer.min_lr_ratio", "min_lr_ratio is not used by the constant schedule")
+
+
+def _check_lora(found: Findings, settings: TrainSettings | SftSettings) -> None:
+    lora = settings.model.lora
+    if lora is not None and lora.dropout and isinstance(settings, TrainSettings):
+        what = f"dropout of {lora.dropout} in the adapters makes sampler and trainer disagree"
+        found.warn("L001", "model.lora.dropout", what, fix="set model.lora.dropout=0")

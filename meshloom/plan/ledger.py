@@ -1,0 +1,197 @@
+"""The batch ledger: from prompts of a step to optimizer updates of a run, each number with its formula.
+
+Owns: what the batch numbers mean together. Refuses to know: devices, models. Always holds: each number stands once, with the
+formula it comes from and where its inputs were given.
+"""
+
+from dataclasses import dataclass
+
+from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerLine:
+    """One number of the plan.
+
+    Args:
+        section: what the line belongs to: ``batch``, ``memory``.
+        name: what the number is, unique in its section.
+        value: the number; none where it cannot be known yet.
+        formula: how it follows from others, or ``given``.
+        source: where it was given: ``default``, ``run.yaml:12``, an override; for derived numbers, of what they follow from.
+        unit: what it counts.
+    """
+
+    section: str
+    name: str
+    value: int | float | str | None
+    formula: str
+    source: str
+    unit: str = ""
+
+
+def train_steps(settings: TrainSettings, num_prompts: int | None) -> int | None:
+    """Steps of a run: as given, or enough that every prompt comes ``epochs`` times; none if that needs an unknown number.
+
+    The order of prompts is endless, so the last step may reach into the next epoch.
+    """
+    batch = settings.batch
+    if batch.steps is not None or num_prompts is None:
+        return batch.steps
+    return -(-num_prompts * batch.epochs // batch.prompts_per_step)
+
+
+def sft_steps(settings: SftSettings, num_rows: int | None) -> int | None:
+    """Updates of a supervised run: as given, or enough that every row comes ``epochs`` times."""
+    batch = settings.batch
+    if batch.steps is not None or num_rows is None:
+        return batch.steps
+    return -(-num_rows * batch.epochs // batch.samples_per_update)
+
+
+def longest_sample_tokens(settings: TrainSettings | SftSettings) -> int:
+    """Tokens of the longest sample that can come: prompt and response."""
+    limits = settings.data if isinstance(settings, SftSettings) else settings.rollout
+    return settings.data.max_prompt_tokens + limits.max_response_tokens
+
+
+def most_microbatches(samples: int, longest: int, tokens: int, samples_bound: int | None) -> int:
+    """Bound on the microbatches of an update: as if every sample were the longest.
+
+    Packing adds a microbatch only when none has room, and one without room holds at least ``tokens // longest`` samples.
+    """
+    fitting = max(1, tokens // longest)
+    return -(-samples // min(fitting, samples_bound or fitting))
+
+
+def batch_ledger(
+    settings: TrainSettings | SftSettings | EvalSettings, num_prompts: int | None
+) -> tuple[LedgerLine, ...]:
+    """The batch ledger of a run on one device.
+
+    Args:
+        settings: of the run; updates are none if ``prompts_per_update`` does not divide ``prompts_per_step``.
+        num_prompts: prompts (or rows) of the training data; none if not known.
+    """
+    if isinstance(settings, TrainSettings):
+        return _train_ledger(settings, num_prompts)
+    if isinstance(settings, SftSettings):
+        return _sft_ledger(settings, num_prompts)
+    return _evaluation_ledger(settings, num_prompts)
+
+
+class _Lines:
+    """Collects lines; the source of a given number is its provenance, of a derived one the settings it follows from."""
+
+    def __init__(self, settings: TrainSettings | SftSettings | EvalSettings) -> None:
+        self.settings = settings
+        self.lines: list[LedgerLine] = []
+
+    def given(self, name: str, path: str, value: int | str | None, unit: str = "") -> None:
+        origin = self.settings.provenance.of(path)
+        self.add(name, value, f"given: {path}", origin, unit)
+
+    def derived(self, name: str, value: int | float | None, formula: str, unit: str = "") -> None:
+        self.add(name, value, formula, "derived", unit)
+
+    def add(self, name: str, value: int | float | str | None, formula: str, source: str, unit: str) -> None:
+        self.lines.append(
+            LedgerLine(section="batch", name=name, value=value, formula=formula, source=source, unit=unit)
+        )
+
+
+def _train_ledger(settings: TrainSettings, num_prompts: int | None) -> tuple[LedgerLine, ...]:
+    batch, rollout = settings.batch, settings.rollout
+    per_update = batch.prompts_per_update or batch.prompts_per_step
+    pieces, rest = divmod(batch.prompts_per_step, per_update)
+    updates_per_step = None if rest else pieces * batch.epochs_per_step
+    samples_per_update = per_update * batch.samples_per_prompt
+    steps = train_steps(settings, num_prompts)
+    lines = _Lines(settings)
+    lines.add(
+        "prompts of the data", num_prompts, "counted, after overlong prompts are dropped", "data.train", "prompts"
+    )
+    lines.given("prompts per step", "batch.prompts_per_step", batch.prompts_per_step, "prompts")
+    lines.given("samples per prompt", "batch.samples_per_prompt", batch.samples_per_prompt, "samples")
+    samples_per_step = batch.prompts_per_step * batch.samples_per_prompt
+    lines.derived("samples per step", samples_per_step, "prompts per step × samples per prompt", "samples")
+    lines.derived(
+        "most tokens sampled per step",
+        samples_per_step * rollout.max_response_tokens,
+        f"samples per step × rollout.max_response_tokens ({rollout.max_response_tokens})",
+        "tokens",
+    )
+    if batch.prompts_per_update is None:
+        lines.derived(
+            "prompts per update", per_update, "prompts per step, as batch.prompts_per_update is null", "prompts"
+        )
+    else:
+        lines.given("prompts per update", "batch.prompts_per_update", per_update, "prompts")
+    lines.given("passes over a step's samples", "batch.epochs_per_step", batch.epochs_per_step)
+    formula = "prompts per step ÷ prompts per update × passes over a step's samples"
+    lines.derived("updates per step", updates_per_step, formula, "updates")
+    lines.derived("samples per update", samples_per_update, "prompts per update × samples per prompt", "samples")
+    _microbatch_lines(lines, settings, samples_per_update)
+    if batch.steps is None:
+        formula = f"⌈prompts of the data × batch.epochs ({batch.epochs}) ÷ prompts per step⌉"
+        lines.derived("steps", steps, formula, "steps")
+    else:
+        lines.given("steps", "batch.steps", steps, "steps")
+    epochs = None if steps is None or not num_prompts else round(steps * batch.prompts_per_step / num_prompts, 3)
+    lines.derived("epochs", epochs, "steps × prompts per step ÷ prompts of the data", "passes over the prompts")
+    total = None if steps is None or updates_per_step is None else steps * updates_per_step
+    _update_lines(lines, settings, total, "steps × updates per step")
+    return tuple(lines.lines)
+
+
+def _sft_ledger(settings: SftSettings, num_rows: int | None) -> tuple[LedgerLine, ...]:
+    batch = settings.batch
+    steps = sft_steps(settings, num_rows)
+    lines = _Lines(settings)
+    lines.add("rows of the data", num_rows, "counted, after overlong rows are dropped", "data.train", "rows")
+    lines.given("samples per update", "batch.samples_per_update", batch.samples_per_update, "samples")
+    _microbatch_lines(lines, settings, batch.samples_per_update)
+    if batch.steps is None:
+        formula = f"⌈rows of the data × batch.epochs ({batch.epochs}) ÷ samples per update⌉"
+        lines.derived("steps", steps, formula, "steps")
+    else:
+        lines.given("steps", "batch.steps", steps, "steps")
+    epochs = None if steps is None or not num_rows else round(steps * batch.samples_per_update / num_rows, 3)
+    lines.derived("epochs", epochs, "steps × samples per update ÷ rows of the data", "passes over the rows")
+    _update_lines(lines, settings, steps, "steps: one update each")
+    return tuple(lines.lines)
+
+
+def _microbatch_lines(lines: _Lines, settings: TrainSettings | SftSettings, samples_per_update: int) -> None:
+    batch, longest = settings.batch, longest_sample_tokens(settings)
+    response = "data" if isinstance(settings, SftSettings) else "rollout"
+    lines.given("tokens per microbatch", "batch.tokens_per_microbatch", batch.tokens_per_microbatch, "tokens, at most")
+    lines.given(
+        "samples per microbatch", "batch.samples_per_microbatch", batch.samples_per_microbatch, "samples, at most"
+    )
+    formula = f"data.max_prompt_tokens + {response}.max_response_tokens"
+    lines.derived("longest sample", longest, formula, "tokens, at most")
+    lines.derived(
+        "microbatches per update",
+        most_microbatches(samples_per_update, longest, batch.tokens_per_microbatch, batch.samples_per_microbatch),
+        "⌈samples per update ÷ longest samples that fit⌉",
+        "microbatches, at most; they never change the result",
+    )
+
+
+def _update_lines(lines: _Lines, settings: TrainSettings | SftSettings, total: int | None, formula: str) -> None:
+    optimizer = settings.optimizer
+    lines.derived("updates of the run", total, formula, "optimizer updates")
+    lines.given("warm-up", "optimizer.warmup_updates", optimizer.warmup_updates, "updates, of those of the run")
+    lines.given("learning rate schedule", "optimizer.schedule", optimizer.schedule, "advances per optimizer update")
+
+
+def _evaluation_ledger(settings: EvalSettings, num_prompts: int | None) -> tuple[LedgerLine, ...]:
+    validation = settings.validation
+    lines = _Lines(settings)
+    source = "data.train" if settings.data.validation is None else "data.validation"
+    lines.add("prompts of the data", num_prompts, "counted, after overlong prompts are dropped", source, "prompts")
+    lines.given("samples per prompt", "validation.samples_per_prompt", validation.samples_per_prompt, "samples")
+    samples = None if num_prompts is None else num_prompts * validation.samples_per_prompt
+    lines.derived("samples", samples, "prompts of the data × samples per prompt", "samples")
+    return tuple(lines.lines)

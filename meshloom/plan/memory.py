@@ -1,0 +1,197 @@
+"""The memory ledger of one device: what a run must hold, and in which phase.
+
+Owns: the bytes of weights, optimizer, cache and activations, each with its formula. Refuses to know: how anything is
+allocated. Always holds: weights are counted from the model's files; a number that is an estimate says so.
+
+The estimate of activations counts what a layer of the Llama shape keeps for its backward pass, in values per token: 4 hidden
+(both norms' inputs and outputs), 3 query widths (projected, rotated, attention's output), 3 key-value widths (key, rotated key,
+value) and 4 intermediate (gate, up, activated gate, their product). Attention's scores are not kept. With
+``gradient_checkpointing`` each layer keeps its input, and one layer at a time the whole. Families with more norms keep more
+(measured in float32: Llama 1.1, Qwen3 1.3, Gemma 3 1.6 times the estimate).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshloom.config.settings import EvalSettings, KlPlace, SftSettings, TrainSettings
+from meshloom.plan.ledger import LedgerLine, longest_sample_tokens
+from meshloom.plan.model_folder import ModelFolder
+
+_FLOAT32 = 4
+_SMALLEST_SLOT = 64
+_SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+
+_GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
+
+
+class UnknownShape(ValueError):
+    """config.json lacks what an estimate needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder."""
+
+    num_layers: int
+    hidden: int
+    query_width: int
+    key_value_width: int
+    intermediate: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, folder: ModelFolder) -> "ModelShape":
+        """Sizes from config.json.
+
+        Raises:
+            UnknownShape: if it lacks one.
+        """
+        config = folder.text_config
+        missing = [key for key in _SHAPE_KEYS if not isinstance(config.get(key), int)]
+        if missing:
+            raise UnknownShape(f"config.json has no {', '.join(missing)}")
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        return cls(
+            num_layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            query_width=heads * head_dim,
+            key_value_width=(config.get("num_key_value_heads") or heads) * head_dim,
+            intermediate=config["intermediate_size"],
+            vocabulary=config["vocab_size"],
+        )
+
+    @property
+    def values_per_token_and_layer(self) -> int:
+        """Activations a layer keeps for one token."""
+        return 4 * self.hidden + 3 * self.query_width + 3 * self.key_value_width + 4 * self.intermediate
+
+
+def compute_bytes(dtype: str, device: str) -> int:
+    """Bytes of a value of the model's arithmetic; ``auto`` is bfloat16 on a GPU and float32 elsewhere."""
+    if dtype != "auto":
+        return {"float32": 4, "bfloat16": 2}[dtype]
+    on_gpu = device.startswith("cuda") or (device == "auto" and any(Path(file).exists() for file in _GPU_FILES))
+    return 2 if on_gpu else 4
+
+
+def memory_ledger(settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> tuple[LedgerLine, ...]:
+    """Bytes that a run holds on its device.
+
+    Args:
+        settings: of the run.
+        folder: its model.
+
+    Raises:
+        UnknownShape: if config.json lacks what the estimates need.
+    """
+    shape, width = ModelShape.of(folder), compute_bytes(settings.model.dtype, settings.device)
+    ledger = _Memory()
+    ledger.count("parameters", folder.num_parameters, "counted in the headers of the safetensors files")
+    ledger.bytes("weights", folder.num_parameters * width, f"parameters × {width}", phases="gu")
+    if not isinstance(settings, EvalSettings):
+        _optimizer_lines(ledger, settings, folder, width)
+        _update_lines(ledger, settings, shape, width)
+    if not isinstance(settings, SftSettings):
+        _cache_line(ledger, settings, shape, width)
+    if isinstance(settings, TrainSettings) and settings.algorithm.kl is not KlPlace.NONE:
+        if settings.model.lora is None:
+            ledger.bytes("reference weights", folder.num_parameters * width, f"parameters × {width}", phases="gu")
+        else:
+            ledger.bytes("reference weights", 0, "the model without its adapters", phases="gu")
+    ledger.peaks(generates=not isinstance(settings, SftSettings), updates=not isinstance(settings, EvalSettings))
+    return tuple(ledger.lines)
+
+
+class _Memory:
+    """Collects lines and adds up phases: g generate, u update."""
+
+    def __init__(self) -> None:
+        self.lines: list[LedgerLine] = []
+        self.sums = {"g": 0, "u": 0}
+
+    def count(self, name: str, value: int, formula: str) -> None:
+        self.lines.append(LedgerLine(section="memory", name=name, value=value, formula=formula, source="model.path"))
+
+    def bytes(self, name: str, value: int, formula: str, *, phases: str, source: str = "derived") -> None:
+        line = LedgerLine(section="memory", name=name, value=value, formula=formula, source=source, unit="bytes")
+        self.lines.append(line)
+        for phase in phases:
+            self.sums[phase] += value
+
+    def peaks(self, *, generates: bool, updates: bool) -> None:
+        parts = "sum of what the phase holds; libraries and fragmentation come on top"
+        if generates:
+            self.bytes("peak while generating", self.sums["g"], parts, phases="")
+        if updates:
+            self.bytes("peak while updating", self.sums["u"], parts, phases="")
+
+
+def trainable_parameters(settings: TrainSettings | SftSettings, folder: ModelFolder) -> int:
+    """All parameters, or those of the adapters: rank × (inputs + outputs) of each layer that gets one."""
+    lora = settings.model.lora
+    if lora is None:
+        return folder.num_parameters
+    return sum(lora.rank * sum(tensor.shape) for tensor in folder.linear_layers(lora.target_modules).values())
+
+
+def _optimizer_lines(ledger: _Memory, settings: TrainSettings | SftSettings, folder: ModelFolder, width: int) -> None:
+    trained = trainable_parameters(settings, folder)
+    if settings.model.lora is None:
+        ledger.count("trained parameters", trained, "all parameters")
+    else:
+        ledger.count("trained parameters", trained, "Σ rank × (inputs + outputs) over the layers with adapters")
+        ledger.bytes("adapter weights", trained * width, f"trained parameters × {width}", phases="gu")
+    if width == _FLOAT32:
+        ledger.bytes("float32 masters", 0, "the weights are float32 themselves", phases="gu")
+    else:
+        ledger.bytes("float32 masters", trained * _FLOAT32, "trained parameters × 4", phases="gu")
+    ledger.bytes("optimizer moments", 2 * trained * _FLOAT32, "trained parameters × 2 × 4", phases="gu")
+    ledger.bytes("gradients", trained * _FLOAT32, "trained parameters × 4, float32", phases="u")
+
+
+def _update_lines(ledger: _Memory, settings: TrainSettings | SftSettings, shape: ModelShape, width: int) -> None:
+    tokens, chunk = settings.batch.tokens_per_microbatch, settings.model.logits_chunk_bytes
+    logits = min(chunk, tokens * shape.vocabulary * _FLOAT32)
+    origin = settings.provenance.of("model.logits_chunk_bytes")
+    formula = "min(model.logits_chunk_bytes, tokens × vocabulary × 4)"
+    ledger.bytes("logits", logits, formula, phases="u", source=origin)
+    layer = shape.values_per_token_and_layer
+    if settings.model.gradient_checkpointing:
+        values = tokens * (shape.num_layers * shape.hidden + layer)
+        formula = f"estimate: tokens per microbatch × (layers × hidden + {layer}) × {width}"
+    else:
+        values = tokens * shape.num_layers * layer
+        formula = f"estimate: tokens per microbatch × layers × {layer} × {width}"
+    origin = settings.provenance.of("batch.tokens_per_microbatch")
+    ledger.bytes("activations", values * width, formula, phases="u", source=origin)
+
+
+def cache_bytes_per_token(shape: ModelShape, width: int) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * shape.num_layers * shape.key_value_width * width
+
+
+def _cache_line(ledger: _Memory, settings: TrainSettings | EvalSettings, shape: ModelShape, width: int) -> None:
+    rollout = settings.rollout
+    if isinstance(settings, TrainSettings):
+        longest, samples = (
+            longest_sample_tokens(settings),
+            settings.batch.prompts_per_step * settings.batch.samples_per_prompt,
+        )
+    else:
+        response = settings.validation.max_response_tokens or rollout.max_response_tokens
+        longest, samples = settings.data.max_prompt_tokens + response, rollout.max_sequences
+    slot = _SMALLEST_SLOT
+    while slot < longest:
+        slot *= 2
+    per_token = cache_bytes_per_token(shape, width)
+    ledger.bytes("cache per token", per_token, f"2 × layers × key-value width × {width}", phases="")
+    wanted = min(rollout.max_sequences, samples) * slot * per_token
+    formula = f"sequences at once × slot of {slot} tokens × cache per token"
+    if rollout.kv_cache_bytes is None:
+        ledger.bytes("key-value cache", wanted, f"{formula}; at most a quarter of the free memory", phases="g")
+    else:
+        origin = settings.provenance.of("rollout.kv_cache_bytes")
+        bounded = min(wanted, rollout.kv_cache_bytes)
+        ledger.bytes("key-value cache", bounded, f"min(rollout.kv_cache_bytes, {formula})", phases="g", source=origin)

@@ -1,0 +1,203 @@
+"""A Hugging Face model folder, read without torch and without its weights.
+
+Owns: the shapes of a model, from config.json and the headers of its safetensors files. Refuses to know: what the model is
+used for. Always holds: parameters are counted from the files themselves, not guessed from the configuration; no weight is
+read; a cut-off file or a pickle is refused.
+"""
+
+import difflib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from meshloom.config.errors import UserError
+
+_HEADER_LIMIT = 100_000_000
+_HEADS = ("lm_head.weight",)
+_TABLES = ("embed_tokens.weight", "wte.weight")
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a safetensors file says of one tensor: its element type as the format names it (``BF16``), and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_safetensors_header(path: Path) -> dict[str, TensorHeader]:
+    """Tensors of a safetensors file by name, without reading their values.
+
+    The file is 8 bytes of header length (little endian), that many bytes of JSON, then the values
+    (https://huggingface.co/docs/safetensors).
+
+    Raises:
+        UserError: if the file is something else, or ends before its last tensor.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _HEADER_LIMIT + 1
+        if length > min(_HEADER_LIMIT, size - 8):
+            raise _not_safetensors(path, start, size)
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            ends = [int(entry["data_offsets"][1]) for entry in header.values()]
+            tensors = {name: TensorHeader(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise _not_safetensors(path, start, size) from error
+    if size < (needed := 8 + length + max(ends, default=0)):
+        raise UserError(
+            f"{path.name} is cut off: it has {size} bytes, its header needs {needed}",
+            where=str(path),
+            fix="copy or download the file again",
+        )
+    return tensors
+
+
+def _not_safetensors(path: Path, start: bytes, size: int) -> UserError:
+    kinds = {
+        b"PK\x03\x04": "a zip archive, as torch.save writes",
+        b"\x80\x02": "a pickle",
+        b"vers": "a Git LFS pointer",
+    }
+    seen = next((kind for magic, kind in kinds.items() if start.startswith(magic)), f"{size} bytes of something else")
+    fix = "fetch the file itself (git lfs pull)" if start.startswith(b"vers") else "save the model as safetensors"
+    return UserError(f"{path.name} is not a safetensors file: it is {seen}", where=str(path), fix=fix)
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """What a model folder says of the model.
+
+    Args:
+        path: the folder.
+        config: config.json.
+        tensors: all tensors of the safetensors files, by name.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorHeader]
+
+    @cached_property
+    def text_config(self) -> Mapping[str, Any]:
+        """The language model's part of the configuration."""
+        return self.config.get("text_config", self.config)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding table."""
+        heads = [name for name in self.tensors if name.endswith(_HEADS)]
+        return not heads or bool(
+            self.config.get("tie_word_embeddings", self.text_config.get("tie_word_embeddings", False))
+        )
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Parameters, a tied output head counted once."""
+        skipped = _HEADS if self.tied else ()
+        return sum(t.num_values for name, t in self.tensors.items() if not (skipped and name.endswith(skipped)))
+
+    def linear_layers(self, targets: tuple[str, ...]) -> dict[str, TensorHeader]:
+        """Matrices that adapters attach to, by the name of their layer.
+
+        Args:
+            targets: last names of layers, or ``all-linear``: all but the output head and the embedding tables.
+        """
+        layers = {
+            name.removesuffix(".weight"): tensor
+            for name, tensor in self.tensors.items()
+            if name.endswith(".weight") and len(tensor.shape) == 2 and not name.endswith(_TABLES)
+        }
+        if targets == ("all-linear",):
+            return {name: tensor for name, tensor in layers.items() if not f"{name}.weight".endswith(_HEADS)}
+        return {
+            name: tensor
+            for name, tensor in layers.items()
+            if any(name == target or name.endswith(f".{target}") for target in targets)
+        }
+
+
+def read_model_folder(path: Path) -> ModelFolder:
+    """Read config.json and the headers of the weights.
+
+    Raises:
+        UserError: if the folder, its configuration or a file of weights is missing or unreadable, or weights are pickles.
+    """
+    where = f"model.path ({path})"
+    if not path.is_dir():
+        folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, folders, n=4, cutoff=0.4)
+        fix = f"folders nearby: {', '.join(near)}" if near else "give a local folder with config.json and safetensors"
+        raise UserError(f"there is no model folder {path}", where=where, fix=fix)
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        held = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise UserError(f"{path} has no config.json", where=where, why=f"it holds: {held}") from None
+    except ValueError as error:
+        raise UserError(f"{path / 'config.json'} is not JSON: {error}", where=where) from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path / 'config.json'} holds no object", where=where)
+    tensors: dict[str, TensorHeader] = {}
+    for name in _weight_files(path, where):
+        tensors |= read_safetensors_header(path / name)
+    return ModelFolder(path, config, tensors)
+
+
+def _weight_files(path: Path, where: str) -> list[str]:
+    """The files transformers reads: model.safetensors, or those its index names."""
+    if (path / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        refuse_pickles(path)
+        raise UserError(f"{path} has no weights: model.safetensors is missing", where=where)
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{index} is no index of weights", where=where, why=f"{type(error).__name__}: {error}"
+        ) from error
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(names)} files of weights are missing: {', '.join(missing[:4])}",
+            where=where,
+            fix="copy or download them",
+        )
+    return names
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Refuse a folder with pickles in place of safetensors: loading a pickle runs code that is in it.
+
+    A folder that has safetensors may have pickles besides them; those are never read. Folders inside are looked at too.
+
+    Raises:
+        UserError: that names the first such file.
+    """
+    for inside in (folder, *sorted(entry for entry in folder.rglob("*") if entry.is_dir())):
+        files = sorted(entry for entry in inside.iterdir() if entry.is_file())
+        pickles = [file for file in files if file.suffix in _PICKLES]
+        if pickles and not any(file.suffix == ".safetensors" for file in files):
+            raise UserError(
+                f"{pickles[0].name} is a pickle, not safetensors",
+                where=str(pickles[0]),
+                why="loading a pickle runs code that is in it",
+                fix="save the model with save_pretrained, which writes safetensors",
+            )

@@ -1,0 +1,82 @@
+"""Showing a plan: as text, on a terminal, as JSON.
+
+Owns: the layout. Always holds: every line of the plan is shown with its formula and source.
+"""
+
+import dataclasses
+import io
+import json
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshloom.config.problems import Problem
+from meshloom.plan.build import Plan
+from meshloom.plan.ledger import LedgerLine
+
+_TEXT_COLUMNS = 150
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as plain text, for ``plan.txt``."""
+    out = io.StringIO()
+    print_plan(plan, Console(file=out, width=_TEXT_COLUMNS, color_system=None, legacy_windows=False))
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def plan_json(plan: Plan) -> str:
+    """The plan as JSON."""
+    return json.dumps(dataclasses.asdict(plan), indent=2, ensure_ascii=False)
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """The plan on a terminal."""
+    for part in _parts(plan):
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _parts(plan: Plan) -> list[RenderableType]:
+    parts: list[RenderableType] = [Text(f"Plan: {plan.title}", style="bold")]
+    for section in dict.fromkeys(line.section for line in plan.lines):
+        parts += ["", _table(section, [line for line in plan.lines if line.section == section])]
+    for heading, style, problems in (("Warnings", "yellow", plan.warnings), ("Problems", "bold red", plan.problems)):
+        if problems:
+            parts += ["", Text(heading, style=style), *(_problem(problem) for problem in problems)]
+    return parts
+
+
+def _problem(problem: Problem) -> Text:
+    return Text("\n".join(f"  {line}" for line in str(problem).splitlines()))
+
+
+def _table(section: str, lines: list[LedgerLine]) -> Table:
+    table = Table(
+        title=section, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    table.add_column("what", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    for heading in ("unit", "formula", "source"):
+        table.add_column(heading, overflow="fold", style="dim")
+    for line in lines:
+        unit = "" if line.unit == "bytes" else line.unit
+        table.add_row(*(Text(cell) for cell in (line.name, _value(line), unit, line.formula, line.source)))
+    return table
+
+
+def _value(line: LedgerLine) -> str:
+    if line.value is None:
+        return "–"
+    if isinstance(line.value, str):
+        return line.value
+    return format_bytes(line.value) if line.unit == "bytes" else f"{line.value:,}"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in the largest unit that leaves at least 1."""
+    units = iter(_UNITS)
+    unit = next(units)
+    while count >= 1024 and unit != _UNITS[-1]:
+        count, unit = count / 1024, next(units)
+    return f"{count:.0f} {unit}" if unit == _UNITS[0] else f"{count:,.2f} {unit}"

@@ -1,0 +1,265 @@
+"""The memory ledger and the model folder it is read from."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from meshloom.config.errors import UserError
+from meshloom.config.load import load_settings
+from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
+from meshloom.plan import build_plan
+from meshloom.plan.memory import ModelShape, compute_bytes
+from meshloom.plan.model_folder import read_model_folder, read_safetensors_header, refuse_pickles
+
+CONFIG = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 10,
+    "tie_word_embeddings": True,
+}
+SHAPES = {
+    "model.embed_tokens.weight": (10, 8),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8),
+    "model.layers.0.mlp.up_proj.weight": (16, 8),
+    "model.norm.weight": (8,),
+    "lm_head.weight": (10, 8),
+}
+
+
+def make_folder(path: Path, config: dict = CONFIG, names: tuple[str, ...] = tuple(SHAPES)) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: np.zeros(SHAPES[name], np.float32) for name in names}, path / "model.safetensors")
+    return path
+
+
+def plan(folder: Path, kind: type = TrainSettings, *overrides: str):
+    given = [
+        "run_dir=runs/a",
+        f"model.path={folder}",
+        "data.train.reasoning_gym=basic_arithmetic",
+        "device=cpu",
+        *overrides,
+    ]
+    return build_plan(load_settings(kind, None, given), 1000)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+def test_parameters_and_shapes_are_those_of_the_loaded_model(tmp_path: Path, family: str) -> None:
+    from tests.models import tiny_model
+
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    folder = read_model_folder(tmp_path)
+    assert folder.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    layer = model.model.layers[0]
+    shape = ModelShape.of(folder)
+    assert shape.query_width == layer.self_attn.q_proj.out_features
+    assert shape.key_value_width == layer.self_attn.k_proj.out_features
+    assert shape.intermediate == layer.mlp.up_proj.out_features
+    assert (shape.num_layers, shape.vocabulary) == (
+        len(model.model.layers),
+        model.get_input_embeddings().num_embeddings,
+    )
+
+
+def test_adapter_parameters_are_those_that_peft_adds(tmp_path: Path) -> None:
+    from meshloom.config.settings import LoraSettings
+    from meshloom.train.load import add_lora
+    from tests.models import tiny_model
+
+    for targets in ("[all-linear]", "[q_proj, up_proj]"):
+        model = tiny_model("qwen3")
+        model.save_pretrained(tmp_path)
+        settings = plan(tmp_path, TrainSettings, "model.lora.rank=3", f"model.lora.target_modules={targets}")
+        lora = LoraSettings(rank=3, target_modules=tuple(targets.strip("[]").split(", ")))
+        wrapped = add_lora(model, lora, seed=0)
+        trained = sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
+        assert settings.value("trained parameters") == trained
+
+
+def test_the_estimate_of_activations_is_near_what_a_layer_keeps() -> None:
+    """Bytes of the distinct tensors that autograd keeps, ÷ the estimate; more norms than Llama's keep more."""
+    import torch
+
+    from meshloom.plan.model_folder import ModelFolder
+    from meshloom.train.attention import PackedAttention, use_layouts
+    from tests.models import tiny_model
+
+    tokens, lengths = 512, [64] * 8
+    for family, most in (("llama", 1.2), ("qwen2", 1.2), ("qwen3", 1.4), ("gemma3", 1.7)):
+        model = tiny_model(family)
+        use_layouts(model)
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.model(
+                input_ids=torch.zeros(1, tokens, dtype=torch.long),
+                position_ids=(torch.arange(tokens) % 64)[None],
+                layout=PackedAttention(lengths),
+                use_cache=False,
+            )
+        measured = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
+        shape = ModelShape.of(ModelFolder(Path(), model.config.to_dict(), {}))
+        ratio = measured / (tokens * shape.num_layers * shape.values_per_token_and_layer * 4)
+        assert 1.0 <= ratio <= most, (family, ratio)
+
+
+def test_the_ledger_adds_up_by_hand(tmp_path: Path) -> None:
+    found = plan(make_folder(tmp_path / "m"), TrainSettings, "batch.tokens_per_microbatch=1024", "model.dtype=float32")
+    parameters = 10 * 8 + 8 * 8 + 16 * 8 + 8
+    assert found.value("parameters") == parameters
+    assert found.value("weights") == 4 * parameters
+    assert found.value("float32 masters") == 0
+    assert found.value("optimizer moments") == 8 * parameters
+    assert found.value("gradients") == 4 * parameters
+    assert found.value("logits") == 1024 * 10 * 4
+    layer = 4 * 8 + 3 * 8 + 3 * 4 + 4 * 16
+    assert found.value("activations") == 1024 * 2 * layer * 4
+    assert found.value("cache per token") == 2 * 2 * 4 * 4
+    assert found.value("key-value cache") == 256 * 1024 * 64
+    assert found.value("peak while updating") == 16 * parameters + 1024 * 40 + 1024 * 2 * layer * 4
+    assert found.value("peak while generating") == 12 * parameters + 256 * 1024 * 64
+
+
+def test_narrow_arithmetic_needs_masters_and_halves_the_rest(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    wide, narrow = (plan(folder, TrainSettings, f"model.dtype={dtype}") for dtype in ("float32", "bfloat16"))
+    for name in ("weights", "activations", "cache per token", "key-value cache"):
+        assert 2 * narrow.value(name) == wide.value(name)
+    assert narrow.value("float32 masters") == wide.value("weights")
+    assert compute_bytes("auto", "cpu") == 4
+    assert compute_bytes("auto", "cuda:1") == 2
+
+
+def test_bounds_of_memory_bound_the_ledger(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    bounded = plan(folder, TrainSettings, "rollout.kv_cache_bytes=1000", "model.logits_chunk_bytes=500")
+    assert (bounded.value("key-value cache"), bounded.value("logits")) == (1000, 500)
+    recomputed = plan(folder, TrainSettings, "model.gradient_checkpointing=true")
+    assert recomputed.value("activations") < plan(folder).value("activations")
+
+
+def test_a_reference_is_counted_only_when_it_is_used(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    with pytest.raises(KeyError):
+        plan(folder).value("reference weights")
+    assert plan(folder, TrainSettings, "algorithm.kl=loss").value("reference weights") == 4 * (80 + 64 + 128 + 8)
+    assert plan(folder, TrainSettings, "algorithm.kl=loss", "model.lora.rank=2").value("reference weights") == 0
+
+
+def test_each_kind_of_run_has_its_own_phases(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    names = {
+        kind: {line.name for line in plan(folder, kind).lines} for kind in (TrainSettings, SftSettings, EvalSettings)
+    }
+    assert {"peak while generating", "peak while updating"} <= names[TrainSettings]
+    assert "key-value cache" not in names[SftSettings]
+    assert "optimizer moments" not in names[EvalSettings]
+
+
+def test_an_untied_head_is_counted(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", {**CONFIG, "tie_word_embeddings": False})
+    assert read_model_folder(folder).num_parameters == 2 * 80 + 64 + 128 + 8
+
+
+def test_adapters_that_attach_to_nothing_are_refused(tmp_path: Path) -> None:
+    found = plan(make_folder(tmp_path / "m"), TrainSettings, "model.lora.target_modules=[q_proj, qkv]")
+    assert [problem.code for problem in found.problems] == ["L002"]
+    assert "'qkv'" in found.problems[0].what
+    assert found.problems[0].fix == "its layers are up_proj, q_proj, or all-linear"
+
+
+def test_an_unknown_architecture_is_planned_without_memory(tmp_path: Path) -> None:
+    found = plan(make_folder(tmp_path / "m", {"n_layer": 2}))
+    assert found.problems == ()
+    assert [warning.code for warning in found.warnings] == ["M002"]
+    assert "num_hidden_layers, hidden_size" in found.warnings[0].what
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        read_model_folder(folder)
+    return str(caught.value)
+
+
+def test_what_is_no_model_folder_is_refused(tmp_path: Path) -> None:
+    make_folder(tmp_path / "smollm2")
+    assert "folders nearby: smollm2" in refusal(tmp_path / "smollm")
+    (tmp_path / "smollm2" / "config.json").write_text("{")
+    assert "config.json is not JSON" in refusal(tmp_path / "smollm2")
+    (tmp_path / "smollm2" / "config.json").unlink()
+    message = refusal(tmp_path / "smollm2")
+    assert "has no config.json" in message
+    assert "it holds: model.safetensors" in message
+
+
+def test_missing_and_damaged_weights_are_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for content, said in (
+        (whole[:-1], f"cut off: it has {len(whole) - 1} bytes, its header needs {len(whole)}"),
+        (whole[:20], "not a safetensors file"),
+        (b"", "it is 0 bytes of something else"),
+        (b"PK\x03\x04" + bytes(100), "a zip archive, as torch.save writes"),
+        (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "a pickle"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ((2).to_bytes(8, "little") + b"[]", "something else"),
+    ):
+        weights.write_bytes(content)
+        assert said in refusal(folder)
+    weights.unlink()
+    assert "model.safetensors is missing" in refusal(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"PK")
+    assert "pytorch_model.bin is a pickle, not safetensors" in refusal(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
+    assert "1 of 1 files of weights are missing: one.safetensors" in refusal(folder)
+
+
+def test_pickles_beside_safetensors_are_left_alone_and_in_their_place_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    (folder / "training_args.bin").write_bytes(b"x")
+    refuse_pickles(folder)
+    (folder / "inside").mkdir()
+    (folder / "inside" / "state.pt").write_bytes(b"x")
+    with pytest.raises(UserError, match="state.pt is a pickle"):
+        refuse_pickles(folder)
+
+
+def test_headers_are_read_as_the_library_writes_them(tmp_path: Path) -> None:
+    save_file(
+        {"a": np.zeros((2, 3), np.float16), "b": np.zeros((), np.int64)}, tmp_path / "x.safetensors", {"format": "pt"}
+    )
+    header = read_safetensors_header(tmp_path / "x.safetensors")
+    assert {name: (tensor.dtype, tensor.shape, tensor.num_values) for name, tensor in header.items()} == {
+        "a": ("F16", (2, 3), 6),
+        "b": ("I64", (), 1),
+    }
+
+
+def test_a_plan_is_made_without_torch(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    code = (
+        "import sys; from meshloom.config.load import load_settings; from meshloom.config.settings import TrainSettings\n"
+        "from meshloom.plan import build_plan; from meshloom.plan.report import plan_text\n"
+        f"given = ['run_dir=r', 'model.path={folder}', 'data.train.reasoning_gym=basic_arithmetic']\n"
+        "print(len(plan_text(build_plan(load_settings(TrainSettings, None, given), 100))) > 1000)\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split("\n")[:2] == ["True", "[]"]
