@@ -1,0 +1,225 @@
+"""Which function scores, and how it is called.
+
+Owns: the choice of a reward function from settings, the loading of a user's file, its signature. Refuses to know: pools,
+deadlines. Always holds: a user's file runs in worker processes only, and all of them run the text it had when the run
+began; a function that cannot be called as announced is refused before the first sample.
+"""
+
+import difflib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from meshloom.config.errors import UserError
+from meshloom.rewards.outcome import RewardRequest
+from meshloom.rewards.verifiers import VERIFIERS, Scorer
+
+if TYPE_CHECKING:
+    from meshloom.config.settings import RewardSettings
+
+_CHOICES = f"reward.function: file.py:function, or one of {', '.join(VERIFIERS)}"
+_FORMS = (
+    "def score(request, **kwargs)  (a meshloom.rewards.RewardRequest), "
+    "or def score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
+)
+_MODULE = "meshloom_user_reward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionSpec:
+    """A reward function as it travels to workers.
+
+    Args:
+        name: a named verifier, or the function's name in the file.
+        path: the user's file; none: a named verifier.
+        source: the file's bytes, read once.
+        kwargs: further keyword arguments of the function.
+    """
+
+    name: str
+    path: str | None = None
+    source: bytes = b""
+    kwargs: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}" if self.path else self.name
+
+
+def choose_function(settings: "RewardSettings", data_sources: Iterable[str] = ()) -> FunctionSpec:
+    """The function the settings ask for, or the verifier the data bring along. Runs none of the user's code.
+
+    Args:
+        settings: the function's name and arguments.
+        data_sources: ``data_source`` of all rows, for the default.
+
+    Raises:
+        UserError: if no function is given and the data bring none; if its name or file does not exist.
+    """
+    kwargs = dict(settings.kwargs)
+    if settings.function is None:
+        names = set(data_sources)
+        if names and all(name.startswith("reasoning_gym/") for name in names):
+            return FunctionSpec(name="reasoning_gym", kwargs=kwargs)
+        raise UserError(
+            "a reward function is needed",
+            where="reward.function",
+            why="only rows from reasoning-gym bring their own verifier",
+            fix=f"set {_CHOICES}",
+        )
+    if settings.function in VERIFIERS:
+        return FunctionSpec(name=settings.function, kwargs=kwargs)
+    path, colon, name = settings.function.rpartition(":")
+    if not colon or not path or not name:
+        near = difflib.get_close_matches(settings.function, VERIFIERS, n=1, cutoff=0.5)
+        raise UserError(
+            f"there is no verifier {settings.function!r}",
+            where="reward.function",
+            why="a function of your own is named with its file: rewards.py:score",
+            fix=f"did you mean {near[0]}?" if near else f"set {_CHOICES}",
+        )
+    return FunctionSpec(name=name, path=str(Path(path).resolve()), source=_read(Path(path)), kwargs=kwargs)
+
+
+def _read(path: Path) -> bytes:
+    if path.suffix != ".py":
+        raise UserError(
+            "the reward file is no Python file", where=f"reward.function: {path}", fix="name a file that ends in .py"
+        )
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            "the reward file cannot be read",
+            where=f"reward.function: {path}",
+            why=str(error),
+            fix=f"paths are relative to {Path.cwd()}",
+        ) from error
+
+
+def load_function(spec: FunctionSpec) -> Scorer:
+    """The scoring function, ready to be called. Runs the user's code: for worker processes only.
+
+    Raises:
+        UserError: if the file raises, has no such function, or the function takes other arguments.
+    """
+    if spec.path is None:
+        return _load_verifier(spec)
+    module = _run_file(spec)
+    function = vars(module).get(spec.name)
+    if not callable(function):
+        raise UserError(
+            f"the reward file has no function {spec.name!r}",
+            where=f"reward.function: {spec}",
+            why=_functions_in(module, spec.name),
+            fix="name a function of the file",
+        )
+    return _adapt(function, spec)
+
+
+def _load_verifier(spec: FunctionSpec) -> Scorer:
+    verifier = VERIFIERS[spec.name]
+    try:
+        inspect.signature(verifier).bind(**spec.kwargs)
+        return verifier(**spec.kwargs)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"the verifier {spec.name} cannot be used with these arguments",
+            where="reward.kwargs",
+            why=str(error),
+            fix=f"it is {spec.name}{inspect.signature(verifier)}".split(" ->")[0],
+        ) from error
+
+
+def _run_file(spec: FunctionSpec) -> ModuleType:
+    module = ModuleType(_MODULE)
+    module.__file__ = spec.path
+    sys.modules[_MODULE] = module
+    sys.path.insert(0, str(Path(str(spec.path)).parent))
+    try:
+        exec(compile(spec.source, str(spec.path), "exec"), vars(module))
+    except BaseException as error:  # whatever a user's file raises, SystemExit too, is the reason it cannot be used
+        lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+        raise UserError(
+            f"the reward file raises {type(error).__name__} when it is imported",
+            where=f"reward.function: {spec.path}",
+            why="\n    ".join(["its last lines:", *(line[:300] for line in lines[-6:])]),
+            fix="make the file import without an error",
+        ) from error
+    return module
+
+
+def _functions_in(module: ModuleType, wanted: str) -> str:
+    names = [name for name, value in vars(module).items() if callable(value) and _module_of(value) == _MODULE]
+    if not names:
+        return "it defines no function"
+    names.sort(key=lambda name: -difflib.SequenceMatcher(None, wanted, name).ratio())
+    return f"it has: {', '.join(names[:10])}"
+
+
+def _module_of(value: object) -> str | None:
+    """Name of the module a function or class was defined in."""
+    return value.__module__ if inspect.isfunction(value) or inspect.isclass(value) else None
+
+
+def _adapt(function: Callable[..., Any], spec: FunctionSpec) -> Scorer:
+    """A function of one request from a user's function of either form."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise _wrong_signature(spec, str(error)) from error
+    parameters = signature.parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    first = next(iter(parameters), None)
+    if first == "request":
+        call, example = _own_form(function, spec.kwargs), {"request": None}
+    elif "solution_str" in parameters:
+        named = [name for name in _verl_arguments(_EXAMPLE) if takes_any or name in parameters]
+        call, example = _verl_form(function, named, spec.kwargs), dict.fromkeys(named)
+    else:
+        raise _wrong_signature(spec, f"it is {spec.name}{signature}")
+    if repeated := sorted(set(example) & set(spec.kwargs)):
+        raise UserError(f"reward.kwargs sets {repeated[0]!r}, which comes from the sample", where="reward.kwargs")
+    try:
+        request = () if first != "request" else (None,)
+        signature.bind(*request, **({} if request else example), **spec.kwargs)
+    except TypeError as error:
+        raise _wrong_signature(spec, f"it is {spec.name}{signature}: {error}") from error
+    return call
+
+
+_EXAMPLE = RewardRequest(response="", answer=None, data_source="", extra={}, prompt="", finish="")
+
+
+def _verl_arguments(request: RewardRequest) -> dict[str, Any]:
+    return {
+        "data_source": request.data_source,
+        "solution_str": request.response,
+        "ground_truth": request.answer,
+        "extra_info": request.extra,
+    }
+
+
+def _verl_form(function: Callable[..., Any], named: list[str], kwargs: Mapping[str, Any]) -> Scorer:
+    def score(request: RewardRequest) -> Any:
+        arguments = _verl_arguments(request)
+        return function(**{name: arguments[name] for name in named}, **kwargs)
+
+    return score
+
+
+def _own_form(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Scorer:
+    return lambda request: function(request, **kwargs)
+
+
+def _wrong_signature(spec: FunctionSpec, why: str) -> UserError:
+    return UserError(
+        f"the reward function {spec.name!r} cannot be called",
+        where=f"reward.function: {spec}, with reward.kwargs: {sorted(spec.kwargs) or 'none'}",
+        why=why,
+        fix=f"write it as {_FORMS}; kwargs are those of reward.kwargs",
+    )

@@ -1,0 +1,33 @@
+"""The process that outlives the controller, if only to kill what it left behind.
+
+Owns: a list of process ids, told over a pipe (``+pid``, ``-pid``, ``end``). Always holds: when the pipe closes or the parent
+changes, every listed process is killed with its children, and this one ends.
+"""
+
+import os
+import select
+
+from meshloom.rewards.process import kill_tree
+
+_LOOK_S = 0.5
+"""How often it looks for its parent: a child that the controller forked can keep the pipe open after its death."""
+
+
+def guard(descriptor: int) -> None:
+    """Follow the list until the controller is gone; then kill."""
+    parent = os.getppid()
+    pids: set[int] = set()
+    text = ""
+    while os.getppid() == parent:
+        if not select.select([descriptor], [], [], _LOOK_S)[0]:
+            continue
+        chunk = os.read(descriptor, 2**16).decode()
+        if not chunk:
+            break
+        *lines, text = (text + chunk).split("\n")
+        if "end" in lines:
+            break
+        for line in lines:
+            (pids.add if line[0] == "+" else pids.discard)(int(line[1:]))
+    for pid in pids:
+        kill_tree(pid)

@@ -1,0 +1,211 @@
+"""The thread that keeps one worker process: feeds it, times it, kills it, replaces it.
+
+Owns: deadlines, and what a failure costs. Refuses to know: how processes are started or killed. Always holds: a sample's
+time begins when the one before it in the same worker is answered; a sample is charged with a failure only where no other
+one can be to blame; samples that were not reached go back to the front of the queue.
+"""
+
+import json
+import math
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+
+from meshloom.config.errors import UserError
+from meshloom.rewards.outcome import InvalidReason, Reward
+from meshloom.rewards.process import Worker, WorkerDied, WorkerLate
+
+_MAX_BATCH = 64
+_BATCH_S = 0.004
+"""A batch holds about as much work as this: cheap samples share a message, slow ones go one by one."""
+_START_ATTEMPTS = 3
+_MAX_LEFTOVERS = 16
+"""A worker in which functions left more threads and processes than this is replaced."""
+
+
+@dataclass(eq=False)
+class Task:
+    """A sample on its way: the pickled request, and where its reward is delivered."""
+
+    request: bytes
+    future: "Future[Reward]" = field(default_factory=Future)
+    alone: bool = False
+    """It failed where an earlier sample may be to blame, and runs again as the first of a fresh worker."""
+
+
+class TaskQueue:
+    """Samples that wait, shared by all keepers.
+
+    Args:
+        num_takers: keepers; none takes more than its share, so that the last samples are spread.
+    """
+
+    def __init__(self, num_takers: int) -> None:
+        self._num_takers = num_takers
+        self._tasks: deque[Task] = deque()
+        self._changed = threading.Condition()
+        self.closed = False
+
+    def put(self, task: Task) -> bool:
+        """Add a sample at the end; false if the queue is closed."""
+        with self._changed:
+            if not self.closed:
+                self._tasks.append(task)
+                self._changed.notify()
+            return not self.closed
+
+    def put_back(self, tasks: Sequence[Task]) -> None:
+        """Return samples to the front. After the queue was closed they are cancelled."""
+        with self._changed:
+            self._tasks.extendleft(reversed(tasks))
+            self._changed.notify_all()
+            if self.closed:
+                self._end_all(CancelledError())
+
+    def take(self, most: int) -> list[Task]:
+        """Wait for samples and take up to ``most``; none once the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._tasks or self.closed)
+            if self.closed:
+                return []
+            taken = [self._tasks.popleft()]
+            share = min(most, math.ceil((len(self._tasks) + 1) / self._num_takers))
+            while not taken[0].alone and len(taken) < share and not self._tasks[0].alone:
+                taken.append(self._tasks.popleft())
+            return taken
+
+    def close(self, error: BaseException) -> None:
+        """Take and give no more; the samples that wait end with ``error``."""
+        with self._changed:
+            self.closed = True
+            self._end_all(error)
+            self._changed.notify_all()
+
+    def _end_all(self, error: BaseException) -> None:
+        while self._tasks:
+            self._tasks.popleft().future.set_exception(error)
+
+
+class Keeper(threading.Thread):
+    """Keeps one worker until the queue is closed.
+
+    Args:
+        queue: where samples come from.
+        start: starts a worker process.
+        deadline_s: seconds a sample may take.
+        start_deadline_s: seconds a worker may take to load the function.
+        report: called once with nothing when the first worker is ready, or with the error that ended this keeper.
+    """
+
+    def __init__(
+        self,
+        queue: TaskQueue,
+        start: Callable[[], Worker],
+        *,
+        deadline_s: float,
+        start_deadline_s: float,
+        report: Callable[[BaseException | None], None],
+    ) -> None:
+        super().__init__(name="reward-keeper", daemon=True)
+        self._queue, self._start, self._report = queue, start, report
+        self._deadline_s, self._start_deadline_s = deadline_s, start_deadline_s
+        self._worker: Worker | None = None
+        self._cost_s = _BATCH_S
+
+    def run(self) -> None:
+        try:
+            self._ready_worker()
+            self._report(None)
+            while tasks := self._queue.take(max(1, min(_MAX_BATCH, int(_BATCH_S / self._cost_s)))):
+                self._serve(tasks)
+        except BaseException as error:  # a thread's end would be silent, and leave its callers waiting
+            self._report(error)
+        finally:
+            self._drop_worker()
+
+    def _ready_worker(self) -> Worker:
+        """The worker at hand, or a fresh one.
+
+        Raises:
+            UserError: if the function cannot be loaded.
+        """
+        attempts = 0
+        while self._worker is None:
+            attempts += 1
+            self._worker = self._start()
+            try:
+                self._worker.load(self._start_deadline_s)
+            except UserError:
+                self._drop_worker()
+                raise
+            except WorkerDied as death:
+                self._drop_worker()
+                if attempts == _START_ATTEMPTS or self._queue.closed:
+                    what = "the process of the reward function ends while it loads the function"
+                    raise UserError(what, where="reward.function", why=str(death)) from death
+        return self._worker
+
+    def _drop_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+    def _serve(self, tasks: list[Task]) -> None:
+        """Score a batch, or as much of it as the worker survives."""
+        if tasks[0].alone and self._worker is not None and self._worker.answered:
+            self._drop_worker()
+        done = 0
+        try:
+            worker = self._ready_worker()
+            worker.send(pickle.dumps([task.request for task in tasks]), self._deadline_s)
+            for task in tasks:
+                began = time.monotonic()
+                reward, worker.leftovers = _read_answer(worker.receive(began + self._deadline_s))
+                worker.answered += 1
+                done += 1
+                task.future.set_result(reward)
+                self._cost_s = 0.8 * self._cost_s + 0.2 * max(time.monotonic() - began, 1e-6)
+        except WorkerLate:
+            self._fail(
+                tasks[done:], InvalidReason.DEADLINE, f"no result after {self._deadline_s:g} s; its process was killed"
+            )
+        except WorkerDied as death:
+            self._fail(tasks[done:], InvalidReason.DIED, str(death))
+        except UserError:
+            self._queue.put_back(tasks)
+            raise
+        else:
+            if worker.leftovers > _MAX_LEFTOVERS:
+                self._drop_worker()
+
+    def _fail(self, tasks: list[Task], reason: InvalidReason, detail: str) -> None:
+        """The first of ``tasks`` was running when its worker failed: charge it, or try it again alone."""
+        worker = self._worker
+        others = worker is not None and (worker.leftovers or (reason is InvalidReason.DIED and worker.answered))
+        if self._queue.closed or others:
+            tasks[0].alone = True
+            self._queue.put_back(tasks)
+        else:
+            self._queue.put_back(tasks[1:])
+            tasks[0].future.set_result(Reward(value=None, reason=reason, detail=detail))
+        self._cost_s = _BATCH_S
+        self._drop_worker()
+
+
+def _read_answer(line: bytes) -> tuple[Reward, int]:
+    """The worker's line. What does not follow the protocol was written by the function itself."""
+    try:
+        value, reason, detail, parts, leftovers = json.loads(line)
+        reward = Reward(
+            value=None if reason else float(value),
+            reason=InvalidReason(reason) if reason else None,
+            detail=str(detail),
+            parts={str(name): float(part) for name, part in parts.items()},
+        )
+        return reward, int(leftovers)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise WorkerDied("the reward function wrote into the channel of its process") from error

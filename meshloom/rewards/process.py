@@ -1,0 +1,234 @@
+"""Starting, hearing and killing the processes that score.
+
+Owns: worker processes and the guardian that kills them should this process die. Refuses to know: rewards, queues. Always
+holds: a killed worker takes its children with it; no worker outlives the controller, however that ends; a worker's output
+goes nowhere; a wait has a deadline.
+"""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from meshloom.config.errors import UserError
+from meshloom.rewards.function import FunctionSpec
+from meshloom.rewards.worker import frame
+
+_START = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
+    "from meshloom.rewards.{module} import {function}; {function}(int(sys.argv[1]))"
+)
+_LOOK_S = 0.05
+"""How often a wait looks whether the worker still lives."""
+_MAX_LINE_BYTES = 2**20
+
+
+class WorkerLate(Exception):
+    """Nothing came from the worker in time."""
+
+
+class WorkerDied(Exception):
+    """The worker's process ended, or no longer speaks the protocol."""
+
+
+def _start(module: str, function: str, descriptor: int) -> subprocess.Popen[bytes]:
+    """A fresh interpreter in a session of its own: Ctrl-C in the terminal does not reach it.
+
+    It is given this process's import path, and does not import its main program, so it starts the same from a script, a
+    test or a notebook.
+    """
+    path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
+    command = [sys.executable, "-c", _START.format(module=module, function=function), str(descriptor), path]
+    nowhere = subprocess.DEVNULL
+    return subprocess.Popen(
+        command, pass_fds=[descriptor], start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere
+    )
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process that leads a group, the group, and all its descendants. It must not have been waited for yet."""
+    descendants: list[psutil.Process] = []
+    with suppress(psutil.Error):  # it may have ended
+        root = psutil.Process(pid)
+        root.suspend()
+        descendants = root.children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    for process in descendants:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+class Guardian:
+    """A small process that kills the workers as soon as this one has died, be it by SIGKILL.
+
+    It holds the reading end of a pipe whose other end dies with the controller. Should it be killed itself, the next worker
+    to start or end brings it back.
+    """
+
+    def __init__(self) -> None:
+        self._pids: set[int] = set()
+        self._lock = threading.Lock()
+        self._launch()
+
+    def _launch(self) -> None:
+        read, self._pipe = os.pipe()
+        self._process = _start("guardian", "guard", read)
+        os.close(read)
+
+    def watch(self, pid: int) -> None:
+        with self._lock:
+            self._pids.add(pid)
+            self._tell(f"+{pid}\n")
+
+    def forget(self, pid: int) -> None:
+        with self._lock:
+            self._pids.discard(pid)
+            self._tell(f"-{pid}\n")
+
+    def _tell(self, line: str) -> None:
+        try:
+            os.write(self._pipe, line.encode())
+        except BrokenPipeError:
+            os.close(self._pipe)
+            self._process.wait()
+            self._launch()
+            os.write(self._pipe, "".join(f"+{pid}\n" for pid in self._pids).encode())
+
+    def close(self) -> None:
+        """Let it end. The workers it still watches are killed. May be called twice."""
+        with self._lock:
+            if self._process.returncode is None:
+                self._tell("end\n")
+                os.close(self._pipe)
+                self._process.wait()
+
+
+class Worker:
+    """One process that scores, from its start to its death.
+
+    Args:
+        spec: the function it loads.
+        guardian: who kills it when this process dies.
+        abandoned: asked during waits; once true, they end as if the worker had died.
+    """
+
+    def __init__(self, spec: FunctionSpec, guardian: Guardian, abandoned: Callable[[], bool] = lambda: False) -> None:
+        self._socket, other = socket.socketpair()
+        self._process = _start("worker", "serve", other.fileno())
+        other.close()
+        self._guardian, self._abandoned = guardian, abandoned
+        guardian.watch(self._process.pid)
+        self._spec, self._buffer = spec, bytearray()
+        self.answered = 0
+        """Requests it has answered."""
+        self.leftovers = 0
+        """Threads and processes that earlier requests left in it."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def load(self, deadline_s: float) -> None:
+        """Load the function.
+
+        Raises:
+            UserError: if it cannot be loaded, or not in time.
+            WorkerDied: if the process ended.
+        """
+        try:
+            self.send(pickle.dumps(self._spec), deadline_s)
+            answer = json.loads(self.receive(time.monotonic() + deadline_s))
+        except WorkerLate:
+            raise UserError(
+                f"the reward function was not loaded within {deadline_s:g} s",
+                where=f"reward.function: {self._spec}",
+                fix="let the file import quickly; move slow work into the function, behind a cache",
+            ) from None
+        if answer:
+            raise UserError(answer.pop("what"), **answer)
+
+    def send(self, message: bytes, deadline_s: float) -> None:
+        """Hand over a message.
+
+        Raises:
+            WorkerLate: if the worker does not take it in time.
+            WorkerDied: if it has ended.
+        """
+        self._socket.settimeout(deadline_s)
+        try:
+            self._socket.sendall(frame(message))
+        except TimeoutError:
+            raise WorkerLate from None
+        except OSError as error:
+            raise WorkerDied(self._how_it_ended() or str(error)) from None
+
+    def receive(self, until: float) -> bytes:
+        """The next line, waiting for it until a time of the monotonic clock.
+
+        Raises:
+            WorkerLate: if none came in time.
+            WorkerDied: if the process ended before it sent one.
+        """
+        while (end := self._buffer.find(b"\n")) < 0:
+            if len(self._buffer) > _MAX_LINE_BYTES:
+                raise WorkerDied("the reward function wrote into the channel of its process")
+            self._receive_more(until)
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line
+
+    def _receive_more(self, until: float) -> None:
+        left = max(0.0, until - time.monotonic())
+        self._socket.settimeout(min(left, _LOOK_S))
+        try:
+            chunk = self._socket.recv(2**16)
+        except (TimeoutError, BlockingIOError):
+            ended = self._how_it_ended()
+            if ended and not self._has_more():
+                raise WorkerDied(ended) from None
+            if self._abandoned():
+                raise WorkerDied("no longer needed") from None
+            if not left and not ended:
+                raise WorkerLate from None
+            return
+        except OSError as error:
+            raise WorkerDied(self._how_it_ended(wait_s=1) or str(error)) from None
+        if not chunk:
+            raise WorkerDied(self._how_it_ended(wait_s=1) or "the reward function closed the channel of its process")
+        self._buffer += chunk
+
+    def _has_more(self) -> bool:
+        """Whether anything, if only the end, can be read at once."""
+        with suppress(BlockingIOError):
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return True
+        return False
+
+    def _how_it_ended(self, wait_s: float = 0) -> str:
+        """Exit status or signal of the process, without waiting for it as its parent; empty while it lives."""
+        until = time.monotonic() + wait_s
+        while (state := os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+            if time.monotonic() >= until:
+                return ""
+            time.sleep(0.005)
+        if state.si_code == os.CLD_EXITED:
+            return f"the process ended with status {state.si_status}"
+        return f"the process was killed by {signal.Signals(state.si_status).name}"
+
+    def kill(self) -> None:
+        """End the process and its children, and wait until it is gone."""
+        kill_tree(self._process.pid)
+        self._process.wait()
+        self._guardian.forget(self._process.pid)
+        self._socket.close()
