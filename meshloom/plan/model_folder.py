@@ -183,10 +183,14 @@ def _weight_files(path: Path, where: str) -> list[str]:
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
-def refuse_pickles(folder: Path) -> None:
+def refuse_pickles(folder: Path, *, beside_safetensors: bool = False) -> None:
     """Refuse a folder with pickles in place of safetensors: loading a pickle runs code that is in it.
 
-    A folder that has safetensors may have pickles besides them; those are never read. Folders inside are looked at too.
+    Folders inside are looked at too.
+
+    Args:
+        folder: of a model or checkpoint.
+        beside_safetensors: refuse pickles that stand beside safetensors too; else they are let be, as they are never read.
 
     Raises:
         UserError: that names the first such file.
@@ -194,7 +198,7 @@ def refuse_pickles(folder: Path) -> None:
     for inside in (folder, *sorted(entry for entry in folder.rglob("*") if entry.is_dir())):
         files = sorted(entry for entry in inside.iterdir() if entry.is_file())
         pickles = [file for file in files if file.suffix in _PICKLES]
-        if pickles and not any(file.suffix == ".safetensors" for file in files):
+        if pickles and (beside_safetensors or not any(file.suffix == ".safetensors" for file in files)):
             raise UserError(
                 f"{pickles[0].name} is a pickle, not safetensors",
                 where=str(pickles[0]),

@@ -1,0 +1,371 @@
+"""The folder of a run's checkpoints: writing, finding, checking and pruning them.
+
+Owns: files and folders, and what a complete checkpoint is. Refuses to know: models, optimizers, what is in a file. Always
+holds, after a kill at any moment: a folder called ``step-…`` has every file that was written into it, whole and on the disk;
+the newest such folder is at least as new as the last save that was reported done; earlier ones are untouched. Pruning goes
+by what is on the disk, and never takes the only complete checkpoint.
+
+A checkpoint is written into ``.writing-step-…``, its files are brought to the disk, ``manifest.json`` with their sizes and
+SHA-256 is written last, and the folder is renamed. Whoever writes holds a lock on the folder, so that a later process can
+tell a dead writer's leftovers from a living one's work, in any container and whatever the process numbers are.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from meshloom.config.errors import UserError
+from meshloom.plan.model_folder import refuse_pickles
+from meshloom.plan.report import format_bytes
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d+)")
+_ASIDE = re.compile(r"\.(writing|removing|replaced)-(step-\d+)-\d+")
+_SPARE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """Size and SHA-256 of a file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Args:
+        step: the step it was saved after.
+        score: how good the run was then, larger is better; none if it was not measured.
+        files: every file but the manifest, by its path in the checkpoint.
+    """
+
+    step: int
+    score: float | None
+    files: dict[str, FileRecord]
+
+
+class IncompleteCheckpoint(UserError):
+    """A folder that is not a complete checkpoint."""
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        IncompleteCheckpoint: if there is none, or it cannot be read.
+        UserError: if it was written in another format.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        if plain["format"] != FORMAT:
+            what = f"the checkpoint has format {plain['format']}, this version reads format {FORMAT}"
+            raise UserError(what, where=str(checkpoint))
+        files = {name: FileRecord(**record) for name, record in plain["files"].items()}
+        return Manifest(step=int(plain["step"]), score=plain["score"], files=files)
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteCheckpoint(f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise IncompleteCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def verify(checkpoint: Path, *, contents: bool = True) -> Manifest:
+    """Check a checkpoint against its manifest.
+
+    Args:
+        checkpoint: its folder.
+        contents: read every file and compare its SHA-256; else sizes only.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        IncompleteCheckpoint: that names the first file that is missing or differs.
+        UserError: if the checkpoint holds a pickle, or has another format.
+    """
+    manifest = read_manifest(checkpoint)
+    fix = f"remove {checkpoint}; an earlier checkpoint beside it is then used"
+    for name, record in manifest.files.items():
+        file = checkpoint / name
+        if not file.is_file():
+            raise IncompleteCheckpoint(f"the checkpoint lacks {name}", where=str(checkpoint), fix=fix)
+        if (size := file.stat().st_size) != record.bytes:
+            what = f"{name} has {size} bytes, {record.bytes} were written"
+            raise IncompleteCheckpoint(what, where=str(checkpoint), fix=fix)
+        if contents and _sha256(file) != record.sha256:
+            raise IncompleteCheckpoint(f"{name} is not what was written: its SHA-256 differs", where=str(file), fix=fix)
+    if contents:
+        refuse_pickles(checkpoint, beside_safetensors=True)
+    return manifest
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints of a folder, oldest first; complete by their files' sizes.
+
+    Raises:
+        UserError: if one was written in another format.
+    """
+    found = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = _NAME.fullmatch(entry.name)
+        if match and _is_complete(entry):
+            found.append((int(match[1]), entry))
+    return [entry for _, entry in sorted(found)]
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a folder, or none."""
+    found = complete_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint, contents=False)
+    except IncompleteCheckpoint:
+        return False
+    return True
+
+
+class CheckpointStore:
+    """The checkpoints of one run. One process at a time writes into the folder.
+
+    Opening it makes the folder, and removes what dead processes left half-written.
+
+    Args:
+        folder: where the checkpoints are.
+        keep_last: newest checkpoints that are kept, at least one.
+        keep_best: best checkpoints by score that are kept besides.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int, keep_best: int) -> None:
+        if keep_last < 1 or keep_best < 0:
+            raise ValueError(f"keep_last {keep_last} must be at least 1, keep_best {keep_best} at least 0")
+        self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._clean()
+
+    def __enter__(self) -> "CheckpointStore":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        score: float | None = None,
+        asynchronous: bool = False,
+        estimated_bytes: int = 0,
+    ) -> None:
+        """Save a checkpoint; waits for the one before it.
+
+        Args:
+            step: the step that was just made. A checkpoint of the same step is replaced.
+            write: writes the files into the folder it is given. When ``asynchronous``, it runs in another thread while training
+                goes on, so what it writes must be a snapshot.
+            score: how good the run is now, larger is better, for ``keep_best``.
+            asynchronous: return at once; a failure is raised by the next ``save``, ``wait`` or ``close``.
+            estimated_bytes: what ``write`` is going to write.
+
+        Raises:
+            UserError: if the disk has too little room, before anything is written or when it is full.
+            Exception: whatever ``write`` raised, now or in the save before; earlier checkpoints are untouched.
+        """
+        if score is not None and not math.isfinite(score):
+            raise ValueError(f"score of step {step} is {score}")
+        self.wait()
+        self._require_room(step, estimated_bytes)
+        if asynchronous:
+            self._pending = self._writer.submit(self._write, step, write, score)
+        else:
+            self._write(step, write, score)
+
+    def wait(self) -> None:
+        """Wait until the save in the background is done.
+
+        Raises:
+            Exception: what made it fail.
+        """
+        if (pending := self._pending) is not None:
+            wait_for_all([pending])
+            self._pending = None
+            pending.result()
+
+    def close(self) -> None:
+        """Wait, and end the background thread.
+
+        Raises:
+            Exception: what made the last save fail.
+        """
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, or none."""
+        return latest_checkpoint(self.folder)
+
+    def _require_room(self, step: int, estimated_bytes: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if estimated_bytes and free < estimated_bytes + _SPARE_BYTES:
+            raise UserError(
+                f"there is no room for the checkpoint of step {step}: it needs {format_bytes(estimated_bytes)}",
+                where=str(self.folder),
+                why=f"{format_bytes(free)} are free on that disk",
+                fix="free some, lower checkpoint.keep_last or checkpoint.keep_best, or use another run_dir",
+            )
+
+    def _write(self, step: int, write: Callable[[Path], None], score: float | None) -> None:
+        name = f"step-{step:06d}"
+        aside = self.folder / f".writing-{name}-{os.getpid()}"
+        if aside.exists():
+            shutil.rmtree(aside)
+        aside.mkdir()
+        try:
+            with _locked(aside):
+                write(aside)
+                _finish(aside, step, score)
+                self._publish(aside, self.folder / name)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                what = f"the disk is full: the checkpoint of step {step} could not be written"
+                fix = "free some room and resume; earlier checkpoints are untouched"
+                raise UserError(what, where=str(self.folder), fix=fix) from error
+            raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        self._prune()
+
+    def _publish(self, aside: Path, final: Path) -> None:
+        """Rename a finished checkpoint to its place; one that is there already is moved away, and back if this fails."""
+        replaced = self.folder / f".replaced-{final.name}-{os.getpid()}"
+        if final.exists():
+            final.rename(replaced)
+        try:
+            aside.rename(final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(final)
+            raise
+        _sync(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _prune(self) -> None:
+        complete = complete_checkpoints(self.folder)
+        if any(_is_locked(entry) for entry in self.folder.glob(".writing-*")):
+            return
+        scored = [
+            (score, place) for place, path in enumerate(complete) if (score := read_manifest(path).score) is not None
+        ]
+        best = {complete[place] for _, place in sorted(scored, reverse=True)[: self.keep_best]}
+        for path in complete[: -self.keep_last]:
+            if path not in best:
+                self._remove(path)
+
+    def _remove(self, checkpoint: Path) -> None:
+        """Take the name away first, so that no half-removed folder ever has it."""
+        aside = self.folder / f".removing-{checkpoint.name}-{os.getpid()}"
+        checkpoint.rename(aside)
+        _sync(self.folder)
+        shutil.rmtree(aside)
+
+    def _clean(self) -> None:
+        """Remove what dead processes left; a checkpoint that was moved away and never replaced goes back to its place."""
+        for entry in self.folder.iterdir():
+            match = _ASIDE.fullmatch(entry.name)
+            if match is None or _is_locked(entry):
+                continue
+            final = self.folder / match[2]
+            if match[1] == "replaced" and not final.exists():
+                entry.rename(final)
+            else:
+                shutil.rmtree(entry)
+        _sync(self.folder)
+
+
+def _finish(aside: Path, step: int, score: float | None) -> None:
+    """Bring the files to the disk and write the manifest last."""
+    files: dict[str, FileRecord] = {}
+    entries = sorted(aside.rglob("*"))
+    for entry in entries:
+        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+            raise ValueError(f"a checkpoint holds files and folders only, {entry.name} is something else")
+        if entry.is_file():
+            files[entry.relative_to(aside).as_posix()] = FileRecord(bytes=entry.stat().st_size, sha256=_sha256(entry))
+        _sync(entry)
+    if MANIFEST in files:
+        raise ValueError(f"{MANIFEST} is the store's own file")
+    refuse_pickles(aside, beside_safetensors=True)
+    plain = {
+        "format": FORMAT,
+        "step": step,
+        "score": score,
+        "files": {name: {"bytes": record.bytes, "sha256": record.sha256} for name, record in files.items()},
+    }
+    manifest = aside / MANIFEST
+    manifest.write_text(json.dumps(plain, indent=1), encoding="utf-8")
+    _sync(manifest)
+    _sync(aside)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Bring a file's content, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock that says a living process writes here; the system releases it when the process ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
