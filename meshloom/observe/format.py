@@ -35,10 +35,11 @@ def percent_text(value: float) -> str:
 def short_text(value: float) -> str:
     """Three or four significant digits; thousands as k, millions as M, billions as G; tiny numbers with an exponent."""
     size = abs(value)
-    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= factor:
-            scale = factor if letter != "k" else 1e3
-            return f"{value / scale:.3g}{letter}" if size / scale < 1000 else f"{value / scale:.0f}{letter}"
+    # Each bound is where three digits of the unit below would round to 1000 of it.
+    for least, factor, letter in ((999.5e6, 1e9, "G"), (999.5e3, 1e6, "M"), (1e4, 1e3, "k")):
+        if size >= least:
+            scaled = value / factor
+            return f"{scaled:.0f}{letter}" if abs(scaled) >= 999.5 else f"{scaled:.3g}{letter}"
     if value == int(value):
         return str(int(value))
     if size >= 100:

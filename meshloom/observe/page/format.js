@@ -5,8 +5,9 @@ const MISSING = "–";
 
 function shortText(value) {
   const size = Math.abs(value);
-  if (size >= 1e9) return trim(value / 1e9) + "G";
-  if (size >= 1e6) return trim(value / 1e6) + "M";
+  // Each bound is where three digits of the unit below would round to 1000 of it.
+  if (size >= 999.5e6) return trim(value / 1e9) + "G";
+  if (size >= 999.5e3) return trim(value / 1e6) + "M";
   if (size >= 1e4) return trim(value / 1e3) + "k";
   if (Number.isInteger(value)) return minus(value);
   if (size >= 100) return minus(value.toFixed(0));

@@ -1,0 +1,92 @@
+"""What a run shows while it runs and when it ends."""
+
+import io
+import re
+
+from rich.console import Console
+
+from meshloom.observe.display import open_display, sparkline
+from meshloom.observe.run_folder import RunFolder, RunState
+from meshloom.observe.summary import print_summary
+
+
+def train(step: int, reward: float = 0.5) -> dict:
+    metrics = {"reward_mean": reward, "solved_share": reward, "response_tokens_mean": 40.0, "sampler_gap": None}
+    return {
+        "step": step,
+        "kind": "train",
+        "metrics": metrics,
+        "phases": {"generate": 1.5, "update": 0.5},
+        "time": 1e9 + 2 * step,
+    }
+
+
+def validation(step: int, accuracy: float) -> dict:
+    metrics = {"accuracy": accuracy, "accuracy_low": accuracy - 0.05, "accuracy_high": accuracy + 0.05}
+    return {
+        "step": step,
+        "kind": "validation",
+        "metrics": metrics,
+        "phases": {"validate": 1.0},
+        "time": 1e9 + 2 * step + 1,
+    }
+
+
+def test_off_a_terminal_each_record_is_one_line_without_escapes():
+    out = io.StringIO()
+    with open_display("run", steps=3, console=Console(file=out, width=40)) as display:
+        display.phase("generate")
+        display.record(validation(0, 0.25))
+        display.record(train(1))
+        display.record({"step": 2, "kind": "sft", "metrics": {"loss": 0.125, "unheard_of": 1.0}, "time": 1e9})
+        display.notice("stopping [after] this step")
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 5 and "\x1b" not in out.getvalue()
+    assert lines[1] == "step 0/3  validation  accuracy 25.0 % (20.0 % – 30.0 %)  1.0 s"
+    assert lines[2].startswith("step 1/3  reward 0.5  solved 50.0 %  tokens 40  2.0 s")
+    assert "loss 0.125" in lines[3]
+    assert lines[4] == "stopping [after] this step"
+
+
+def test_the_live_table_shows_the_last_steps_the_phase_and_the_accuracy():
+    out = io.StringIO()
+    console = Console(file=out, width=120, height=40, force_terminal=True, color_system=None)
+    with open_display("run", steps=50, console=console) as display:
+        display.record(validation(0, 0.25))
+        for step in range(1, 31):
+            display.record(train(step, step / 30))
+        display.record(validation(30, 0.75))
+        display.notice("stopping [after] this step")
+        display.phase("update")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    last = text[text.rindex("step ") :]
+    assert [int(n) for n in re.findall(r"^\s+(\d+) ", last, re.M)] == list(range(21, 31))
+    assert "30/50" in last and "█" in last
+    assert "25.0 % → 75.0 %" in text and "stopping [after] this step" in text
+
+
+def test_a_sparkline_goes_from_the_lowest_to_the_highest():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3, 3]) == "▁▁"
+    assert sparkline([]) == ""
+    assert len(sparkline(list(range(100)), width=20)) == 20
+
+
+def test_the_summary_tells_the_result_the_time_samples_and_places(tmp_path):
+    with RunFolder.create(tmp_path / "run") as run:
+        for record in (validation(0, 0.25), train(1, 0.25), train(2, 0.75), validation(2, 0.75)):
+            run.log_metrics(record)
+        common = {"kind": "train", "row": 0, "group": 0, "prompt": "1 + 1?", "answer": "2"}
+        run.log_samples([common | {"step": 1, "response": "earlier", "reward": 0.0}])
+        run.log_samples([common | {"step": 2, "response": "two \x1b[31m[bold]", "reward": 1.0}])
+        run.log_samples([common | {"step": 2, "response": "hm", "reward": None, "invalid": "deadline"}])
+        run.set_status(RunState.FINISHED, step=2, steps=2)
+    out = io.StringIO()
+    print_summary(tmp_path / "run", console=Console(file=out, width=100))
+    text = out.getvalue()
+    assert "25.0 % (20.0 – 30.0 %) → 75.0 % (70.0 – 80.0 %)" in text
+    assert "finished  2 steps" in text
+    assert re.search(r"Generate\s+3\.0 s\s+50\.0 %", text)
+    assert "[bold]" in text and "\x1b" not in text and "earlier" not in text
+    assert "invalid: deadline" in text
+    assert str(tmp_path / "run" / "samples.jsonl") in text
