@@ -63,8 +63,9 @@ def regex(*, pattern: str, ignore_case: bool = False) -> Scorer:
 
 
 def math_verify() -> Scorer:
-    """1.0 if the response's last mathematical expression equals the ground truth, else 0.0 (library math-verify).
+    """1.0 if the expression that math-verify finds in the response equals the ground truth, else 0.0.
 
+    The library prefers ``\\boxed{…}`` and what follows words such as "the answer is" to other expressions, late ones to early.
     The ground truth is LaTeX or plain (``\\frac{1}{2}``, ``1/2``, ``0.5``). The library's own time limits work by signals
     and are off: a sample that takes too long is killed with its process.
     """

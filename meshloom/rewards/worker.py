@@ -10,7 +10,6 @@ Protocol, over one socket: first a setup (a pickled ``FunctionSpec``), answered 
 model's code can write to this socket, and must not gain anything in the controller by that.
 """
 
-import asyncio
 import inspect
 import json
 import math
@@ -97,6 +96,8 @@ def _score(scorer: Scorer, request: bytes) -> Outcome:
     try:
         result = scorer(pickle.loads(request))
         if inspect.iscoroutine(result):
+            import asyncio
+
             result = asyncio.run(result)
         return _read_result(result)
     except BaseException as error:  # whatever a reward function raises, SystemExit too, costs its own sample only
