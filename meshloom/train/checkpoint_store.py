@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from safetensors import SafetensorError
+
 from meshloom.config.errors import UserError
 from meshloom.plan.model_folder import refuse_pickles
 from meshloom.plan.report import format_bytes
@@ -250,8 +252,8 @@ class CheckpointStore:
                 write(aside)
                 _finish(aside, step, score)
                 self._publish(aside, self.folder / name)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        except (OSError, SafetensorError) as error:
+            if _is_full(error):
                 what = f"the disk is full: the checkpoint of step {step} could not be written"
                 fix = "free some room and resume; earlier checkpoints are untouched"
                 raise UserError(what, where=str(self.folder), fix=fix) from error
@@ -305,6 +307,14 @@ class CheckpointStore:
             else:
                 shutil.rmtree(entry)
         _sync(self.folder)
+
+
+def _is_full(error: OSError | SafetensorError) -> bool:
+    """Whether a disk or quota is full; safetensors says the system's number of the error in its message only."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        return error.errno in numbers
+    return any(f"(os error {number})" in str(error) for number in numbers)
 
 
 def _finish(aside: Path, step: int, score: float | None) -> None:

@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshloom.config.errors import UserError
+from meshloom.observe.run_folder import CHECKPOINTS_FOLDER
+from meshloom.train.checkpoint_store import latest_checkpoint, verify
 from meshloom.train.snapshot import ADAPTER, MODEL
 
 
@@ -45,16 +47,13 @@ def export_model(source: Path, destination: Path, *, merge: bool = True) -> Path
 
 
 def _checkpoint(source: Path) -> Path:
-    from meshloom.train.checkpoint_store import CheckpointStore
-
     if (source / MODEL).is_dir() or (source / ADAPTER).is_dir():
         return source
-    folder = source / "checkpoints"
-    latest = CheckpointStore(folder, keep_last=1, keep_best=0).latest() if folder.is_dir() else None
+    latest = latest_checkpoint(source / CHECKPOINTS_FOLDER)
     if latest is None:
-        raise UserError(
-            f"{source} has no complete checkpoint", where="source", fix="a run folder, or one of its checkpoints/step-*"
-        )
+        fix = "a run folder, or one of its checkpoints/step-*"
+        raise UserError(f"{source} has no complete checkpoint", where="source", fix=fix)
+    verify(latest)
     return latest
 
 

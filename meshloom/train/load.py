@@ -12,9 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from meshloom.config.errors import UserError
-from meshloom.config.settings import LoraSettings, ModelSettings
+from meshloom.config.settings import LoraSettings
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import check_head
+
+# A run has its own display; loading bars and warnings of a library would break it. What matters is an error here.
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -119,16 +123,12 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
         UserError: if the folder cannot be loaded, weights are missing from it, or its family is not supported.
     """
     folder = check_model_folder(path)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+            str(folder.resolve()), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"the model in {folder} cannot be loaded: {error}", where="model.path") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     if missing := sorted(info["missing_keys"]):
         raise UserError(
             f"{len(missing)} weights are missing from {folder}, among them {missing[0]}",

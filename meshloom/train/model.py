@@ -7,10 +7,10 @@ should train has a gradient after the first update.
 Legend: T tokens of a packed microbatch, N of them predicted, D hidden.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,12 @@ class LossParts:
 
     Args:
         total: its share of the update's loss, already divided by the update's denominators; a scalar with a gradient.
-        sums: numbers that add up over microbatches, such as clipped tokens; detached scalars.
+        stats: what is to be known about the update, by name: detached values that merge over microbatches with ``+``, such
+            as sums, or records of sums and maxima.
     """
 
     total: Tensor
-    sums: Mapping[str, Tensor | float]
+    stats: Mapping[str, Any]
 
 
 Loss = Callable[[Samples, Tensor, Tensor], LossParts]
@@ -94,7 +95,7 @@ class TrainedModel:
         together = concat(parts).select(order.argsort())
         return together["logprob"], together["entropy"]
 
-    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float) -> dict[str, float]:
+    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float) -> dict[str, Any]:
         """Add the gradient of one update's loss, microbatch by microbatch.
 
         Args:
@@ -103,18 +104,19 @@ class TrainedModel:
             temperature: of the distribution the log-probs are of.
 
         Returns:
-            The sums the loss reported, added up, and ``loss``.
+            ``loss``, and what the loss reported, merged over microbatches, by name.
         """
         self.module.train(self.settings.gradient_checkpointing or self.settings.lora is not None)
-        sums: Counter[str] = Counter()
+        merged: dict[str, Any] = {}
         for indices in self._pack(samples):
             microbatch = samples.select(indices).to(self.device)
             parts = loss(microbatch, *self._predict(microbatch, temperature))
             parts.total.backward()
-            sums.update({"loss": parts.total.detach(), **parts.sums})
+            for name, value in {"loss": parts.total.detach(), **parts.stats}.items():
+                merged[name] = merged[name] + value if name in merged else value
         if not self._gradients_checked:
             self._check_gradients()
-        return {name: float(value) for name, value in sums.items()}
+        return merged
 
     def optim_step(self, total_updates: int) -> StepStats:
         """One optimizer update from the gradients added so far.

@@ -1,0 +1,139 @@
+"""Putting a run together: the pieces that training, fine-tuning and evaluation share.
+
+Owns: the order of checks at the start. Always holds: everything that can be wrong with a user's input is found before the
+run folder is touched.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from meshloom.config.errors import UserError
+from meshloom.config.load import load_settings
+from meshloom.config.resume import require_same
+from meshloom.config.settings import (
+    ModelSettings,
+    OptimizerSettings,
+    RolloutSettings,
+    SamplingSettings,
+    SftSettings,
+    TrainSettings,
+)
+from meshloom.loop.session import read_cut
+from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFolder
+from meshloom.plan.build import Plan, build_plan
+from meshloom.plan.report import plan_json, plan_text
+from meshloom.rollout.protocol import SamplingParams
+from meshloom.rollout.torch_engine import TorchEngine
+from meshloom.train.checkpoint_store import latest_checkpoint, verify
+from meshloom.train.head import plain_model
+from meshloom.train.load import add_lora, end_token_ids, load_model, pick_device, pick_dtype
+from meshloom.train.model import MicrobatchBound, TrainedModel
+from meshloom.train.snapshot import MODEL
+
+
+def find_checkpoint(settings: TrainSettings | SftSettings) -> Path | None:
+    """The newest complete checkpoint of the run to resume; none if it was ended before the first.
+
+    Raises:
+        UserError: if there is no run, its settings contradict these, or the checkpoint is damaged.
+    """
+    run_dir = Path(settings.run_dir)
+    if not (run_dir / SETTINGS_FILE).is_file():
+        raise UserError(
+            f"there is no run to resume in {run_dir}", where="run_dir", fix="leave --resume out to start it"
+        )
+    require_same(load_settings(type(settings), run_dir / SETTINGS_FILE), settings)
+    checkpoint = latest_checkpoint(run_dir / CHECKPOINTS_FOLDER)
+    if checkpoint is not None:
+        verify(checkpoint)
+    return checkpoint
+
+
+def open_folder(
+    settings: TrainSettings | SftSettings, plan: Plan, *, resume: bool, checkpoint: Path | None
+) -> RunFolder:
+    """Take the run folder; on resume, drop records that are newer than the checkpoint.
+
+    Without a checkpoint the run starts anew in its folder, and all records go.
+    """
+    described = {"settings": settings, "plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
+    if not resume:
+        return RunFolder.create(settings.run_dir, **described)
+    folder = RunFolder.resume(settings.run_dir)
+    try:
+        folder.rewind(-1 if checkpoint is None else read_cut(checkpoint).values["step"])
+        folder.write_settings(settings)
+        folder.write_plan(described["plan_text"], described["plan"])
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def finish_plan(settings: TrainSettings | SftSettings, num_prompts: int) -> Plan:
+    """The plan, now that the prompts are counted.
+
+    Raises:
+        UserError: that lists everything that cannot work.
+    """
+    plan = build_plan(settings, num_prompts)
+    plan.require()
+    return plan
+
+
+def build_actor(
+    settings: ModelSettings,
+    optimizer: OptimizerSettings | None,
+    bound: MicrobatchBound,
+    *,
+    device: str,
+    seed: int,
+    checkpoint: Path | None,
+) -> TrainedModel:
+    """The model to train, from its folder or from a checkpoint; adapters and optimizer are restored by the caller."""
+    where = pick_device(device)
+    path = checkpoint / MODEL if checkpoint is not None and settings.lora is None else settings.path
+    module: torch.nn.Module = load_model(path, pick_dtype(settings.dtype, where), where)
+    if settings.lora is not None:
+        module = add_lora(module, settings.lora, seed)
+    return TrainedModel(module, settings, bound, optimizer)
+
+
+def build_engine(model: TrainedModel, rollout: RolloutSettings, tokenizer: PreTrainedTokenizerBase) -> TorchEngine:
+    """The embedded engine on a model's own weights."""
+    return TorchEngine(
+        model.module,
+        eos_ids=end_token_ids(plain_model(model.module), tokenizer),
+        max_sequences=rollout.max_sequences,
+        kv_cache_bytes=rollout.kv_cache_bytes,
+        prefill_tokens=rollout.prefill_tokens,
+        decode=decoder(tokenizer),
+    )
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """Text of token ids, special tokens removed."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    return decode
+
+
+def sampling_params(
+    sampling: SamplingSettings, rollout: RolloutSettings, max_tokens: int | None = None
+) -> SamplingParams:
+    """The engine's record of what the settings say."""
+    return SamplingParams(
+        max_tokens=max_tokens or rollout.max_response_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop_strings=rollout.stop,
+        ignore_eos=rollout.ignore_eos,
+    )

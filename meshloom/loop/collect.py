@@ -1,0 +1,212 @@
+"""From prompts to scored groups: generate, and score each sample as it finishes.
+
+Owns: one step's rollout: requests, seeds, retries, and the making of samples. Refuses to know: losses, schedules. Always
+holds: a group's samples stand in the order of their seeds, whatever finished first; the tokens that were sampled are the
+tokens that are trained on; a sample that was not finished or not scored never has a number for a reward.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from meshloom.data.rows import Prompt
+from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
+from meshloom.rollout.protocol import Completion, Engine, FinishReason, Request, SamplingParams
+from meshloom.samples import Samples
+
+UNFINISHED = (FinishReason.DEADLINE, FinishReason.ABORTED)
+
+
+class Scoring(Protocol):
+    """A reward on its way."""
+
+    def result(self) -> Reward: ...
+
+
+class Scorer(Protocol):
+    """What scores: see ``rewards.pool.RewardPool``."""
+
+    def submit(self, request: RewardRequest) -> Scoring: ...
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One use of a prompt: the group it makes.
+
+    Args:
+        number: counts all draws of a run; seeds follow from it, so a repeated draw repeats itself.
+        prompt: index of the prompt in its source.
+    """
+
+    number: int
+    prompt: int
+
+
+@dataclass
+class Collected:
+    """What a rollout gave."""
+
+    groups: list[Samples] = field(default_factory=list)
+    dropped: list[Draw] = field(default_factory=list)
+    retried: int = 0
+
+
+def sample_seed(run_seed: int, draw: int, index: int, purpose: str = "train") -> int:
+    """Seed of one sample, from what it is: independent of batching, order and process."""
+    digest = hashlib.blake2b(f"{purpose}/{run_seed}/{draw}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass
+class Collector:
+    """Makes scored groups out of prompts.
+
+    Args:
+        engine: generates.
+        scorer: gives rewards.
+        prompts: all prompts of the source.
+        decode: text of token ids, special tokens removed.
+        params: the sampling distribution.
+        samples_per_prompt: samples of each draw.
+        seed: the run's seed.
+        purpose: keeps the seeds of training and validation apart.
+    """
+
+    engine: Engine
+    scorer: Scorer
+    prompts: Sequence[Prompt]
+    decode: Callable[[Sequence[int]], str]
+    params: SamplingParams
+    samples_per_prompt: int
+    seed: int
+    purpose: str = "train"
+
+    def collect(self, draws: Sequence[Draw], *, deadline_s: float) -> Collected:
+        """Generate and score the samples of each draw.
+
+        A draw with unfinished samples is tried once more, with the same deadline, then dropped.
+        """
+        result = Collected()
+        done: dict[int, Samples] = {}
+        open_draws = list(draws)
+        for attempt in range(2):
+            unfinished = []
+            for draw, group in self._attempt(open_draws, deadline_s):
+                if group is None:
+                    unfinished.append(draw)
+                else:
+                    done[draw.number] = group
+            open_draws = unfinished
+            if attempt == 0:
+                result.retried = len(open_draws)
+            if not open_draws:
+                break
+        result.groups = [done[draw.number] for draw in draws if draw.number in done]
+        result.dropped = open_draws
+        return result
+
+    def _attempt(self, draws: Sequence[Draw], deadline_s: float) -> Iterable[tuple[Draw, Samples | None]]:
+        requests = [
+            Request(
+                id=draw.number,
+                prompt_ids=self.prompts[draw.prompt].ids,
+                params=self.params,
+                seeds=[sample_seed(self.seed, draw.number, k, self.purpose) for k in range(self.samples_per_prompt)],
+            )
+            for draw in draws
+        ]
+        by_number = {draw.number: draw for draw in draws}
+        finished: dict[int, dict[int, tuple[Completion, str, Scoring]]] = {draw.number: {} for draw in draws}
+        for completion in self.engine.generate(requests, deadline_s=deadline_s):
+            if completion.finish not in UNFINISHED:
+                prompt = self.prompts[by_number[completion.request_id].prompt]
+                text = self.decode(completion.ids)
+                scoring = self.scorer.submit(_reward_request(prompt, text, completion))
+                finished[completion.request_id][completion.index] = (completion, text, scoring)
+        for draw in draws:
+            parts = finished[draw.number]
+            whole = len(parts) == self.samples_per_prompt
+            yield draw, self._group(draw, [parts[k] for k in range(self.samples_per_prompt)]) if whole else None
+
+    def _group(self, draw: Draw, parts: Sequence[tuple[Completion, str, Scoring]]) -> Samples:
+        prompt = self.prompts[draw.prompt]
+        prompt_length = len(prompt.ids)
+        completions = [completion for completion, _, _ in parts]
+        rewards = [scoring.result() for _, _, scoring in parts]
+        ids = [token for c in completions for token in (*prompt.ids, *c.ids)]
+        count = len(parts)
+        return Samples(
+            lengths=torch.tensor([prompt_length + len(c.ids) for c in completions]),
+            tokens={
+                "ids": torch.tensor(ids),
+                "mask": torch.tensor(
+                    [own for c in completions for own in [False] * prompt_length + [True] * len(c.ids)]
+                ),
+                "sampler_logprob": torch.tensor(
+                    [value for c in completions for value in [0.0] * prompt_length + c.logprobs], dtype=torch.float32
+                ),
+                "version": torch.tensor(
+                    [v for c in completions for v in [0] * prompt_length + c.versions], dtype=torch.int32
+                ),
+            },
+            rows={
+                "group": torch.full((count,), draw.number),
+                "prompt": torch.full((count,), draw.prompt),
+                "reward": torch.tensor([r.value if r.valid else 0.0 for r in rewards], dtype=torch.float64),
+                "valid": torch.tensor([r.valid for r in rewards]),
+            },
+            meta={
+                "response": [text for _, text, _ in parts],
+                "finish": [c.finish.value for c in completions],
+                "invalid": [_reason(r.reason, r.detail) for r in rewards],
+                "parts": [dict(r.parts) for r in rewards],
+            },
+        )
+
+
+def _reason(reason: InvalidReason | None, detail: str) -> str | None:
+    return None if reason is None else f"{reason.value}: {detail}" if detail else reason.value
+
+
+def _reward_request(prompt: Prompt, text: str, completion: Completion) -> RewardRequest:
+    return RewardRequest(
+        response=text,
+        answer=prompt.row.answer,
+        data_source=prompt.row.data_source,
+        extra=prompt.row.extra,
+        prompt=prompt.text,
+        finish=completion.finish.value,
+    )
+
+
+def sample_records(samples: Samples, prompts: Sequence[Prompt], *, step: int, kind: str) -> list[dict[str, Any]]:
+    """Samples as the run folder's records."""
+    records = []
+    has_advantage = "advantage" in samples.rows
+    for i, part in enumerate(samples):
+        prompt = prompts[int(part["prompt"])]
+        versions = part["version"][len(prompt.ids) :]
+        records.append(
+            {
+                "step": step,
+                "kind": kind,
+                "row": prompt.row.index,
+                "group": int(part["group"]),
+                "prompt": prompt.text,
+                "response": samples.meta["response"][i],
+                "prompt_ids": list(prompt.ids),
+                "response_ids": part["ids"][len(prompt.ids) :].tolist(),
+                "answer": prompt.row.answer,
+                "data_source": prompt.row.data_source,
+                "reward": float(part["reward"]) if bool(part["valid"]) else None,
+                "invalid": samples.meta["invalid"][i],
+                "advantage": float(part["advantage"]) if has_advantage else None,
+                "finish": samples.meta["finish"][i],
+                "versions": [int(versions.min()), int(versions.max())],
+                "parts": samples.meta["parts"][i],
+            }
+        )
+    return records

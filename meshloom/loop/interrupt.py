@@ -1,0 +1,41 @@
+"""Stopping a run from the keyboard or by a scheduler.
+
+Owns: SIGINT and SIGTERM while a run is on. Always holds: the first signal asks for a stop at the next boundary, where the
+run is saved; the second stops now, and what was saved before is untouched.
+"""
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+
+class Interrupt:
+    """Context that turns signals into a wish to stop.
+
+    Args:
+        notice: called with a sentence for the user at the first signal.
+    """
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self.wanted = False
+        self._notice = notice
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "Interrupt":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._before[number] = signal.signal(number, self._receive)
+            except ValueError:
+                # Only the main thread may set handlers; in another thread the run is stopped by its caller.
+                break
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.wanted:
+            raise KeyboardInterrupt
+        self.wanted = True
+        self._notice("stopping at the next boundary, saved; once more to stop now")

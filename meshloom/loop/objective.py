@@ -1,0 +1,131 @@
+"""The loss of an update, put together from an algorithm's choices.
+
+Owns: which terms a loss has, and what is measured about them. Refuses to know: models, devices, steps. Always holds:
+denominators are those of the whole update; when a step has one update on samples of the current weights, the proximal
+policy is the trainer's own and no second pass is made.
+
+Legend: T tokens of a microbatch, S samples.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from meshloom.algorithms.correction import sampler_gap
+from meshloom.algorithms.kl import KL_ESTIMATORS
+from meshloom.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, PolicySettings
+from meshloom.algorithms.reduce import Denominators, denominators, entropy_term, kl_term, reduce
+from meshloom.algorithms.segments import sample_counts, sample_sums
+from meshloom.algorithms.shaping import place_rewards, subtract_kl
+from meshloom.config.settings import AlgorithmSettings, KlPlace
+from meshloom.samples import Samples
+from meshloom.train.model import LossParts
+
+
+def with_advantages(samples: Samples, settings: AlgorithmSettings) -> Samples:
+    """The batch with ``advantages`` for each token and ``advantage`` (their mean) for each sample.
+
+    Reads ``reward``, ``valid``, ``group`` and, for a divergence in the reward, ``old_logprob`` and ``reference_logprob``.
+    """
+    mask_T, lengths_S = samples["mask"], samples.lengths
+    rewards_T = place_rewards(samples["reward"], mask_T, lengths_S)
+    if settings.kl is KlPlace.REWARD:
+        kl_T = KL_ESTIMATORS.find(settings.kl_estimator)(samples["old_logprob"], samples["reference_logprob"], mask_T)
+        rewards_T = subtract_kl(rewards_T, kl_T, mask_T, settings.kl_coefficient)
+    inputs = AdvantageInputs(
+        token_rewards_T=rewards_T,
+        mask_T=mask_T,
+        lengths_S=lengths_S,
+        group_S=samples["group"],
+        valid_S=samples["valid"],
+        gamma=settings.gamma,
+        normalize_by_std=settings.normalize_by_std,
+    )
+    advantages_T = ADVANTAGES.find(settings.advantage)(inputs).advantages_T
+    own = samples.with_tokens(advantages=advantages_T)
+    sums_S = sample_sums(torch.where(mask_T, advantages_T, 0.0), lengths_S)
+    return own.with_rows(advantage=sums_S / sample_counts(mask_T, lengths_S).clamp(min=1))
+
+
+def learned(samples: Samples) -> Samples:
+    """The samples with invalid ones out of the mask: they have no advantage, and must not count in a denominator."""
+    valid_T = torch.repeat_interleave(samples["valid"], samples.lengths)
+    return samples.with_tokens(mask=samples["mask"] & valid_T)
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """A policy loss with its divergence and entropy terms; made once for each update.
+
+    Args:
+        settings: the algorithm's choices.
+        totals: denominators of the update.
+    """
+
+    settings: AlgorithmSettings
+    totals: Denominators
+
+    @classmethod
+    def of(cls, update: Samples, settings: AlgorithmSettings) -> "PolicyObjective":
+        return cls(settings, denominators(update["mask"], update.lengths, constant=settings.reduction_constant))
+
+    def __call__(self, microbatch: Samples, logprob_T: Tensor, entropy_T: Tensor) -> LossParts:
+        """This microbatch's share of the loss, and what the step's metrics need."""
+        settings, totals = self.settings, self.totals
+        mask_T, lengths_S = microbatch["mask"], microbatch.lengths
+        old_T = microbatch.tokens.get("old_logprob", logprob_T.detach())
+        loss = POLICY_LOSSES.find(settings.policy_loss)
+        mode = loss.reduction or settings.reduction
+        inputs = PolicyInputs(
+            logprob_T=logprob_T,
+            old_logprob_T=old_T,
+            advantages_T=microbatch["advantages"].to(logprob_T.dtype),
+            mask_T=mask_T,
+            lengths_S=lengths_S,
+        )
+        bounds = PolicySettings(clip_low=settings.clip_low, clip_high=settings.clip_high, dual_clip=settings.dual_clip)
+        outputs = loss(inputs, bounds)
+        policy = reduce(outputs.per_token_T, mask_T, lengths_S, mode, totals)
+        total = policy
+        stats = {
+            "policy_loss": policy.detach(),
+            "policy": outputs.stats,
+            "entropy": (entropy_T.detach() * mask_T).sum(),
+            "gap": sampler_gap(old_T.detach(), microbatch["sampler_logprob"], mask_T),
+        }
+        if "reference_logprob" in microbatch.tokens:
+            kl_T = KL_ESTIMATORS.find(settings.kl_estimator)(logprob_T, microbatch["reference_logprob"], mask_T)
+            stats["kl"] = kl_T.detach().sum()
+            if settings.kl is KlPlace.LOSS:
+                coefficient = settings.kl_coefficient
+                total = total + kl_term(kl_T, mask_T, lengths_S, mode, totals, coefficient=coefficient)
+        if settings.entropy_coefficient:
+            coefficient = settings.entropy_coefficient
+            total = total + entropy_term(entropy_T, mask_T, lengths_S, mode, totals, coefficient=coefficient)
+        return LossParts(total, stats)
+
+
+def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of a step from what its updates reported: means over tokens; losses are means over updates.
+
+    The sampler's gap is that of the first update, before any weight changed.
+    """
+    policy, gap = sum((u["policy"] for u in updates[1:]), updates[0]["policy"]).summary(), updates[0]["gap"].summary()
+    tokens = max(sum(float(u["policy"].num_tokens) for u in updates), 1.0)
+    metrics = {
+        "loss": sum(float(u["loss"]) for u in updates) / len(updates),
+        "policy_loss": sum(float(u["policy_loss"]) for u in updates) / len(updates),
+        "entropy": sum(float(u["entropy"]) for u in updates) / tokens,
+        "ratio_mean": policy["ratio_mean"],
+        "ratio_max": policy["ratio_max"],
+        "clip_share": policy["clipped_share"],
+        "sampler_gap": gap["mean_abs"],
+        "sampler_gap_k3": gap["k3"],
+        "effective_sample_share": gap["effective_share"],
+    }
+    if "kl" in updates[0]:
+        metrics["kl_reference"] = sum(float(u["kl"]) for u in updates) / tokens
+    return metrics

@@ -1,0 +1,209 @@
+"""The reinforcement-learning loop.
+
+One program over four roles, like the paper's: the rollout samples groups of responses, rewards judge them, advantages
+compare them, the actor learns. The bounded buffer stands between rollout and training; with ``max_lag_versions`` 0
+every sample is made by the weights it trains. Refuses to know: devices, processes, files, how anything is computed.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from meshloom.config.errors import RunFault
+from meshloom.config.settings import KlPlace, TrainSettings
+from meshloom.data.order import PromptOrder
+from meshloom.loop.buffer import GroupBuffer
+from meshloom.loop.collect import Collected, Collector, Draw, sample_records
+from meshloom.loop.objective import PolicyObjective, learned, update_metrics, with_advantages
+from meshloom.loop.session import Cut, Session, save_due
+from meshloom.loop.step_metrics import batch_metrics, check_rewards, speed_metrics
+from meshloom.loop.validate import Validator
+from meshloom.rollout.protocol import Engine
+from meshloom.samples import Samples, concat
+from meshloom.samples.store import from_parts, to_parts
+from meshloom.train.model import TrainedModel
+from meshloom.train.optimizer import StepStats
+from meshloom.train.reference import Reference
+from meshloom.train.snapshot import ModelSnapshot
+
+
+@dataclass
+class RLProgram:
+    """The roles of a run and where it stands.
+
+    Args:
+        step: steps done.
+        version: of the actor's weights: optimizer updates made.
+        draws: prompts drawn so far.
+    """
+
+    settings: TrainSettings
+    session: Session
+    actor: TrainedModel
+    reference: Reference | None
+    engine: Engine
+    collector: Collector
+    order: PromptOrder
+    buffer: GroupBuffer
+    validator: Validator | None
+    tokenizer: Any
+    total_updates: int
+    step: int = 0
+    version: int = 0
+    draws: int = 0
+    accuracy: float | None = None
+
+    def run(self) -> int:
+        """Train until the last step or the wish to stop; the exit code."""
+        if self.step == 0 and self.validator and self.settings.validation.before_training:
+            self.validate()
+        while self.step < self.session.steps and not self.session.stop_wanted:
+            collected = self.roll_out()
+            batch = self.judge(concat(self.buffer.take(self.settings.batch.prompts_per_step)))
+            updates, last = self.learn(batch)
+            self.step += 1
+            self.report(batch, collected, updates, last)
+            if self.validator and self._due(self.settings.validation.every_steps):
+                self.validate()
+            if (
+                save_due(self.settings.checkpoint.every_steps, self.step, self.session.steps)
+                or self.session.stop_wanted
+            ):
+                self.save()
+        return self.session.end(step=self.step, stopped=self.step < self.session.steps)
+
+    def roll_out(self) -> Collected:
+        """Fill the buffer with the groups of a step."""
+        total = Collected()
+        with self.session.clock.phase("generate"):
+            self.buffer.drop_stale(self.version)
+            missing = self.settings.batch.prompts_per_step - len(self.buffer)
+            if missing > 0:
+                draws = [Draw(self.draws + i, prompt) for i, prompt in enumerate(self.order.take(missing))]
+                self.draws += missing
+                total = self.collector.collect(draws, deadline_s=self.settings.rollout.deadline_s)
+                self.buffer.put(total.groups)
+        if not len(self.buffer):
+            raise RunFault(
+                "no group of this step was finished",
+                where="rollout.deadline_s",
+                why=f"{len(total.dropped)} prompts ran out of {self.settings.rollout.deadline_s:g} s twice",
+                fix="a longer deadline, shorter responses, or fewer prompts a step",
+            )
+        return total
+
+    def judge(self, batch: Samples) -> Samples:
+        """Log-probs where the algorithm needs them before the update, and advantages."""
+        check_rewards(batch, self.settings.reward, self.session.display.notice)
+        algorithm, temperature = self.settings.algorithm, self.settings.rollout.sampling.temperature
+        if self._needs_old_logprob():
+            with self.session.clock.phase("log_prob"):
+                batch = batch.with_tokens(old_logprob=self.actor.forward(batch, temperature=temperature)[0])
+        if self.reference is not None:
+            with self.session.clock.phase("reference"):
+                batch = batch.with_tokens(reference_logprob=self.reference.logprobs(batch, temperature=temperature))
+        return with_advantages(batch, algorithm)
+
+    def learn(self, batch: Samples) -> tuple[list[dict[str, Any]], StepStats]:
+        """The updates of a step."""
+        reports = []
+        with self.session.clock.phase("update"):
+            for update in self.updates(batch):
+                objective = PolicyObjective.of(update, self.settings.algorithm)
+                temperature = self.settings.rollout.sampling.temperature
+                reports.append(self.actor.forward_backward(update, objective, temperature=temperature))
+                self._check_gap(reports)
+                last = self.actor.optim_step(self.total_updates)
+                self.version += 1
+            self.engine.load_weights(self.version)
+        return reports, last
+
+    def updates(self, batch: Samples) -> list[Samples]:
+        """What is learned of the batch, cut by prompts, once for each epoch."""
+        size = self.settings.batch.prompts_per_update or self.settings.batch.prompts_per_step
+        place = torch.unique_consecutive(batch["group"], return_inverse=True)[1]
+        count = int(place.max()) // size + 1
+        pieces = [learned(batch.select((place // size == i).nonzero().squeeze(-1))) for i in range(count)]
+        return pieces * self.settings.batch.epochs_per_step
+
+    def report(self, batch: Samples, collected: Collected, updates: list[dict[str, Any]], last: StepStats) -> None:
+        """Write what the step was."""
+        metrics = batch_metrics(batch, threshold=self.settings.validation.success_threshold)
+        metrics |= update_metrics(updates)
+        metrics |= {
+            "grad_norm": last.grad_norm,
+            "learning_rate": last.learning_rate,
+            "updates": self.version,
+            "weights_version": self.version,
+            "epoch": self.order.epoch + self.order.position / self.order.num_prompts,
+            "prompts_retried": collected.retried,
+            "prompts_dropped": len(collected.dropped),
+            "groups_stale": self.buffer.dropped_stale,
+        }
+        metrics |= speed_metrics(batch, self.session.clock)
+        self.session.log("train", metrics, step=self.step)
+        count = self.settings.logging.samples_per_step
+        shown = batch if count is None else batch.select(range(min(count, len(batch))))
+        self.session.folder.log_samples(sample_records(shown, self.collector.prompts, step=self.step, kind="train"))
+
+    def validate(self) -> None:
+        with self.session.clock.phase("validate"):
+            found = self.validator.run(self.step)
+        self.accuracy = found.metrics.get("accuracy")
+        self.session.log("validation", found.metrics, step=self.step)
+        self.session.folder.log_samples(found.records)
+
+    def save(self) -> None:
+        """Everything that decides the future, as of now."""
+        with self.session.clock.phase("save"):
+            tensors, groups = {}, []
+            if len(self.buffer):
+                tensors, meta = to_parts(concat(self.buffer.groups))
+                groups = [len(group) for group in self.buffer.groups]
+            values = {
+                "step": self.step,
+                "version": self.version,
+                "draws": self.draws,
+                "accuracy": self.accuracy,
+                "order": self.order.state(),
+                "buffer": {
+                    "groups": groups,
+                    "meta": meta if groups else {},
+                    "dropped_stale": self.buffer.dropped_stale,
+                },
+            }
+            cut = Cut(values, {f"buffer/{name}": tensor for name, tensor in tensors.items()})
+            self.session.save(ModelSnapshot.take(self.actor, self.tokenizer), cut, step=self.step, score=self.accuracy)
+
+    def load(self, cut: Cut) -> None:
+        """Stand where a checkpoint was made."""
+        values = cut.values
+        self.step, self.version, self.draws = values["step"], values["version"], values["draws"]
+        self.accuracy = values["accuracy"]
+        self.order.load(values["order"])
+        tensors = {name.split("/", 1)[1]: t for name, t in cut.tensors.items() if name.startswith("buffer/")}
+        groups = values["buffer"]["groups"]
+        parts = from_parts(tensors, values["buffer"]["meta"]).split(groups) if groups else []
+        self.buffer = replace(self.buffer, groups=parts, dropped_stale=values["buffer"]["dropped_stale"])
+        self.engine.load_weights(self.version)
+
+    def _due(self, every_steps: int) -> bool:
+        return self.step == self.session.steps or (every_steps > 0 and self.step % every_steps == 0)
+
+    def _needs_old_logprob(self) -> bool:
+        batch, algorithm = self.settings.batch, self.settings.algorithm
+        whole_step = batch.prompts_per_update in (None, batch.prompts_per_step)
+        one_update = whole_step and batch.epochs_per_step == 1
+        return not one_update or algorithm.max_lag_versions > 0 or algorithm.kl is KlPlace.REWARD
+
+    def _check_gap(self, reports: list[dict[str, Any]]) -> None:
+        bound = self.settings.algorithm.max_sampler_gap
+        gap = reports[0]["gap"].summary().get("mean_abs", 0.0)
+        if bound is not None and len(reports) == 1 and gap > bound:
+            raise RunFault(
+                f"sampler and trainer disagree: mean |Δ log-prob| is {gap:.3g}",
+                where="algorithm.max_sampler_gap",
+                why=f"more than {bound:g}; no weight was changed by this step",
+                fix="use the same dtype and temperature for both, top_p 1, top_k 0 and min_p 0, or raise the bound",
+            )

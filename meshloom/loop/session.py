@@ -1,0 +1,147 @@
+"""The frame of a run: folder, clock, display, loggers, checkpoints, and the wish to stop.
+
+Owns: everything about a run that is the same whatever it trains. Refuses to know: models' insides, algorithms. Always
+holds: a record is written before it is shown; a checkpoint is a consistent cut at the end of a step, and records after
+it are dropped on resume.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from meshloom.config.settings import CheckpointSettings, LoggingSettings, SftSettings, TrainSettings
+from meshloom.loop.interrupt import Interrupt
+from meshloom.observe.display import open_display
+from meshloom.observe.loggers import LoggerContext, open_loggers
+from meshloom.observe.report import write_report
+from meshloom.observe.run_folder import RunFolder, RunState
+from meshloom.observe.timing import PhaseClock, peak_memory
+from meshloom.train.checkpoint_store import CheckpointStore
+from meshloom.train.snapshot import ModelSnapshot
+
+STATE, TENSORS = "state.json", "state.safetensors"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a checkpoint holds besides the model: JSON values and tensors."""
+
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def read_cut(checkpoint: Path) -> Cut:
+    """The cut a checkpoint holds."""
+    return Cut(json.loads((checkpoint / STATE).read_text()), load_file(checkpoint / TENSORS))
+
+
+class Session:
+    """A run while it is on; a context.
+
+    Args:
+        folder: the run folder, held by this process.
+        settings: of the run.
+        steps: of the whole run.
+        first_step: steps done before, by the checkpoint resumed from.
+    """
+
+    def __init__(
+        self, folder: RunFolder, settings: TrainSettings | SftSettings, *, steps: int, first_step: int
+    ) -> None:
+        self.folder, self.settings, self.steps, self.step = folder, settings, steps, first_step
+        checkpoint: CheckpointSettings = settings.checkpoint
+        logging: LoggingSettings = settings.logging
+        self._resources = ExitStack()
+        try:
+            self._resources.enter_context(folder)
+            self.store = CheckpointStore(
+                folder.checkpoints, keep_last=checkpoint.keep_last, keep_best=checkpoint.keep_best
+            )
+            self._resources.callback(self.store.close)
+            title = folder.path.name
+            self.display = self._resources.enter_context(
+                open_display(title, steps=steps, table=logging.table, first_step=first_step)
+            )
+            context = LoggerContext(
+                run_dir=folder.path,
+                project=logging.project,
+                settings=settings.model_dump(mode="json"),
+                resume_step=first_step if first_step else None,
+            )
+            self.loggers = open_loggers(logging.loggers, context)
+            self._resources.callback(self.loggers.close)
+            self.clock = PhaseClock(on_phase=self.display.phase)
+            self._interrupt = self._resources.enter_context(Interrupt(self.display.notice))
+        except BaseException:
+            self._resources.close()
+            raise
+        folder.set_status(RunState.RUNNING, step=first_step, steps=steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.__exit__(kind, error, trace)
+
+    @property
+    def stop_wanted(self) -> bool:
+        return self._interrupt.wanted
+
+    def log(self, kind: str, metrics: Mapping[str, float], *, step: int) -> None:
+        """Write, show and send a record, with the seconds of each phase since the last one."""
+        record = {
+            "step": step,
+            "kind": kind,
+            "metrics": {**metrics, "peak_memory_bytes": peak_memory()},
+            "phases": self.clock.take(),
+            "time": time.time(),
+        }
+        self.folder.log_metrics(record)
+        self.loggers.log(record)
+        self.display.record(record)
+
+    def save(self, snapshot: ModelSnapshot, cut: Cut, *, step: int, score: float | None) -> None:
+        """Make a checkpoint; in the background if the settings say so."""
+        self.folder.sync()
+        tensors = {**cut.tensors, "torch_random_state": torch.get_rng_state()}
+
+        def write(aside: Path) -> None:
+            snapshot.write(aside)
+            save_file(tensors, aside / TENSORS)
+            (aside / STATE).write_text(json.dumps(cut.values))
+
+        self.store.save(
+            step,
+            write,
+            score=score,
+            asynchronous=self.settings.checkpoint.asynchronous,
+            estimated_bytes=snapshot.num_bytes + sum(t.numel() * t.itemsize for t in tensors.values()),
+        )
+
+    def end(self, *, step: int, stopped: bool) -> int:
+        """Wait for the last checkpoint, note how the run ended, write the report; the exit code."""
+        self.store.wait()
+        state = RunState.STOPPED if stopped else RunState.FINISHED
+        self.folder.set_status(state, step=step, steps=self.steps)
+        write_report(self.folder.path)
+        return 130 if stopped else 0
+
+
+def save_due(every_steps: int, step: int, steps: int) -> bool:
+    """Whether a step ends with a checkpoint."""
+    return step == steps or (every_steps > 0 and step % every_steps == 0)
+
+
+def restore_random_state(cut: Cut) -> None:
+    torch.set_rng_state(cut.tensors["torch_random_state"])

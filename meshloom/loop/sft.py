@@ -1,0 +1,128 @@
+"""``meshloom sft``: supervised fine-tuning on worked responses.
+
+Owns: the loop and its loss: mean negative log-probability over all response tokens of an update. A step is one update.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.algorithms.reduce import Denominators, denominators, reduce
+from meshloom.config.settings import SftSettings
+from meshloom.data.order import PromptOrder
+from meshloom.data.prompts import Supervised, render_supervised
+from meshloom.data.sources import load_rows
+from meshloom.loop.build import build_actor, find_checkpoint, finish_plan, open_folder
+from meshloom.loop.session import Cut, Session, read_cut, restore_random_state, save_due
+from meshloom.samples import Samples
+from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
+from meshloom.train.model import LossParts, MicrobatchBound, TrainedModel
+from meshloom.train.snapshot import ModelSnapshot, restore
+
+
+@dataclass(frozen=True)
+class NegativeLogLikelihood:
+    """−log π of each response token, averaged over the tokens of the update."""
+
+    totals: Denominators
+
+    def __call__(self, microbatch: Samples, logprob_T: Tensor, entropy_T: Tensor) -> LossParts:
+        mask_T = microbatch["mask"]
+        loss = reduce(-logprob_T, mask_T, microbatch.lengths, "token-mean", self.totals)
+        return LossParts(loss, {"entropy": (entropy_T.detach() * mask_T).sum()})
+
+
+def as_samples(examples: list[Supervised]) -> Samples:
+    """Worked examples, end to end."""
+    return Samples(
+        lengths=torch.tensor([len(example.ids) for example in examples]),
+        tokens={
+            "ids": torch.tensor([token for example in examples for token in example.ids]),
+            "mask": torch.tensor([learned for example in examples for learned in example.mask]),
+        },
+    )
+
+
+@dataclass
+class SftProgram:
+    """A supervised run and where it stands: ``step`` updates done."""
+
+    settings: SftSettings
+    session: Session
+    model: TrainedModel
+    examples: list[Supervised]
+    order: PromptOrder
+    tokenizer: Any
+    total_updates: int
+    step: int = 0
+
+    def run(self) -> int:
+        """Train until the last step or the wish to stop; the exit code."""
+        session = self.session
+        while self.step < session.steps and not session.stop_wanted:
+            self.update()
+            if save_due(self.settings.checkpoint.every_steps, self.step, session.steps) or session.stop_wanted:
+                self.save()
+        return session.end(step=self.step, stopped=self.step < session.steps)
+
+    def update(self) -> None:
+        """One step: one update."""
+        with self.session.clock.phase("update"):
+            indices = self.order.take(self.settings.batch.samples_per_update)
+            batch = as_samples([self.examples[i] for i in indices])
+            totals = denominators(batch["mask"], batch.lengths)
+            report = self.model.forward_backward(batch, NegativeLogLikelihood(totals), temperature=1.0)
+            last = self.model.optim_step(self.total_updates)
+        self.step += 1
+        seconds = sum(self.session.clock.seconds().values())
+        metrics = {
+            "loss": float(report["loss"]),
+            "entropy": float(report["entropy"]) / totals.num_tokens,
+            "grad_norm": last.grad_norm,
+            "learning_rate": last.learning_rate,
+            "tokens_per_second": batch.num_tokens / seconds,
+            "epoch": self.order.epoch + self.order.position / self.order.num_prompts,
+        }
+        self.session.log("sft", metrics, step=self.step)
+
+    def save(self) -> None:
+        """Everything that decides the future, as of now."""
+        with self.session.clock.phase("save"):
+            cut = Cut({"step": self.step, "order": self.order.state()}, {})
+            self.session.save(ModelSnapshot.take(self.model, self.tokenizer), cut, step=self.step, score=None)
+
+
+def run_sft(settings: SftSettings, *, resume: bool) -> int:
+    """Fine-tune; the exit code: 0 done, 130 stopped and saved.
+
+    Raises:
+        UserError: if the input is bad; nothing has been written then.
+    """
+    check_model_folder(settings.model.path)
+    pick_device(settings.device)
+    checkpoint = find_checkpoint(settings) if resume else None
+    tokenizer = load_tokenizer(settings.model.path)
+    examples = render_supervised(load_rows(settings.data.train, settings.data), tokenizer, settings.data)
+    plan = finish_plan(settings, len(examples))
+    with ExitStack() as resources:
+        folder = open_folder(settings, plan, resume=resume, checkpoint=checkpoint)
+        first_step = 0 if checkpoint is None else read_cut(checkpoint).values["step"]
+        session = resources.enter_context(Session(folder, settings, steps=plan.steps, first_step=first_step))
+        for warning in plan.warnings:
+            session.display.notice(f"warning {warning}")
+        bound = MicrobatchBound(settings.batch.tokens_per_microbatch, settings.batch.samples_per_microbatch)
+        model = build_actor(
+            settings.model, settings.optimizer, bound, device=settings.device, seed=settings.seed, checkpoint=checkpoint
+        )
+        order = PromptOrder(len(examples), settings.seed, settings.data.shuffle)
+        program = SftProgram(settings, session, model, examples, order, tokenizer, plan.updates)
+        if checkpoint is not None:
+            cut = read_cut(checkpoint)
+            program.step = first_step
+            order.load(cut.values["order"])
+            restore(model, checkpoint, updates=first_step)
+            restore_random_state(cut)
+        return program.run()

@@ -1,0 +1,75 @@
+"""Numbers of a step that come from its batch.
+
+Owns: reward, length and speed metrics, and the checks on rewards that stop or warn. Always holds: an invalid reward is in
+no mean.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from meshloom.algorithms.shaping import has_spread
+from meshloom.config.errors import RunFault
+from meshloom.config.settings import RewardSettings
+from meshloom.loop.validate import length_metrics
+from meshloom.observe.timing import PhaseClock
+from meshloom.samples import Samples
+
+
+def check_rewards(batch: Samples, settings: RewardSettings, notice: Callable[[str], None]) -> None:
+    """Warn when a step teaches nothing.
+
+    Raises:
+        RunFault: if too many rewards are invalid.
+    """
+    valid = batch["valid"]
+    invalid_share = 1.0 - float(valid.double().mean())
+    if invalid_share > settings.max_invalid_share:
+        reasons = Counter(reason for reason in batch.meta["invalid"] if reason is not None)
+        reason, count = reasons.most_common(1)[0]
+        raise RunFault(
+            f"{invalid_share:.0%} of this step's rewards are invalid",
+            where="reward.function",
+            why=f"most often ({count} of {len(batch)}): {reason}",
+            fix="mend the reward function, or raise reward.max_invalid_share",
+        )
+    if not bool(has_spread(batch["reward"], batch["group"], valid).any()):
+        value = float(batch["reward"][valid].mean()) if bool(valid.any()) else float("nan")
+        notice(f"warning: no group has any spread of rewards (mean {value:.3g}); this step teaches nothing")
+
+
+def batch_metrics(batch: Samples, *, threshold: float) -> dict[str, float]:
+    """Rewards, lengths and groups of a step."""
+    valid, reward = batch["valid"], batch["reward"]
+    groups = batch["group"].unique()
+    with_spread = batch["group"][has_spread(reward, batch["group"], valid)].unique()
+    metrics = {
+        "reward_invalid": float((~valid).sum()),
+        "groups_without_spread": (len(groups) - len(with_spread)) / len(groups),
+        **length_metrics(batch),
+    }
+    if bool(valid.any()):
+        values = reward[valid]
+        metrics |= {
+            "reward_mean": float(values.mean()),
+            "reward_std": float(values.std(unbiased=False)),
+            "solved_share": float((values >= threshold).double().mean()),
+        }
+    return metrics | _part_means(batch)
+
+
+def _part_means(batch: Samples) -> dict[str, float]:
+    """Means of the further numbers a reward function returned."""
+    values: dict[str, list[float]] = {}
+    for parts in batch.meta["parts"]:
+        for name, value in parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward/{name}": sum(column) / len(column) for name, column in sorted(values.items())}
+
+
+def speed_metrics(batch: Samples, clock: PhaseClock) -> dict[str, float]:
+    """Tokens over the seconds of the step so far: all of them, and those the model generated."""
+    seconds = max(sum(clock.seconds().values()), 1e-9)
+    return {
+        "tokens_per_second": batch.num_tokens / seconds,
+        "response_tokens_per_second": float(batch["mask"].sum()) / seconds,
+    }

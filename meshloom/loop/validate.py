@@ -1,0 +1,93 @@
+"""Validation: sample held-out prompts and count what is solved.
+
+Owns: the numbers of a validation. Always holds: every prompt counts once, in a fixed order, with seeds of its own; a
+sample without a valid reward is left out of the means and counted.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshloom.config.settings import ValidationSettings
+from meshloom.loop.collect import Collector, Draw, sample_records
+from meshloom.observe.statistics import pass_at_k, wilson_interval
+from meshloom.samples import Samples, concat
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What a validation found."""
+
+    metrics: dict[str, float]
+    records: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Validator:
+    """Samples all validation prompts.
+
+    Args:
+        collector: of the validation prompts, with its own sampling distribution.
+        settings: threshold of success.
+        deadline_s: for the whole validation.
+    """
+
+    collector: Collector
+    settings: ValidationSettings
+    deadline_s: float
+
+    def run(self, step: int) -> Validation:
+        """Validate the engine's present weights; ``step`` names the records."""
+        prompts = self.collector.prompts
+        draws = [Draw(number=i, prompt=i) for i in range(len(prompts))]
+        collected = self.collector.collect(draws, deadline_s=self.deadline_s)
+        metrics = {"prompts_dropped": float(len(collected.dropped))}
+        if not collected.groups:
+            return Validation(metrics, [])
+        samples = concat(collected.groups)
+        metrics |= validation_metrics(samples, threshold=self.settings.success_threshold)
+        return Validation(metrics, sample_records(samples, prompts, step=step, kind="validation"))
+
+
+def validation_metrics(samples: Samples, *, threshold: float) -> dict[str, float]:
+    """Accuracy with its 95 % Wilson interval, mean@k and pass@k for more than one sample a prompt, reward, length.
+
+    The interval counts prompts, not samples: samples of one prompt are not independent.
+    """
+    valid = samples["valid"]
+    metrics = {"reward_invalid": float((~valid).sum()), **length_metrics(samples)}
+    if not bool(valid.any()):
+        return metrics
+    solved = (samples["reward"] >= threshold) & valid
+    groups = samples["group"]
+    counts = [(int(valid[groups == g].sum()), int(solved[groups == g].sum())) for g in groups.unique().tolist()]
+    counts = [(n, c) for n, c in counts if n]
+    accuracy = sum(c / n for n, c in counts) / len(counts)
+    low, high = wilson_interval(round(accuracy * len(counts)), len(counts))
+    metrics |= {
+        "accuracy": accuracy,
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "reward_mean": float(samples["reward"][valid].mean()),
+    }
+    k = min(n for n, _ in counts)
+    if k > 1:
+        metrics |= {
+            "mean_at_k": accuracy,
+            "pass_at_k": sum(pass_at_k(n, c, k) for n, c in counts) / len(counts),
+            "k": k,
+        }
+    return metrics
+
+
+def length_metrics(samples: Samples) -> dict[str, float]:
+    """Lengths of responses and prompts, and the share that was cut at the longest length."""
+    response = torch.stack([mask.sum() for mask in samples.column("mask")]).double()
+    finish = samples.meta["finish"]
+    return {
+        "response_tokens_mean": float(response.mean()),
+        "response_tokens_max": float(response.max()),
+        "prompt_tokens_mean": float((samples.lengths.double() - response).mean()),
+        "truncated_share": sum(f == "length" for f in finish) / len(finish),
+    }

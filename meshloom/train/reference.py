@@ -1,0 +1,28 @@
+"""The reference policy: what the actor's divergence is measured from.
+
+Owns: a frozen model, or the base under the actor's adapters. Always holds: it never trains.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meshloom.samples import Samples
+from meshloom.train.model import TrainedModel
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model that is only asked.
+
+    Args:
+        model: a frozen copy; or the actor itself, whose adapters are then left out.
+        adapters: false leaves the adapters out.
+    """
+
+    model: TrainedModel
+    adapters: bool
+
+    def logprobs(self, samples: Samples, *, temperature: float) -> Tensor:
+        """Log-probabilities [T] on the CPU, 0 where ``mask`` is false."""
+        return self.model.forward(samples, temperature=temperature, adapters=self.adapters)[0]
