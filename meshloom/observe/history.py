@@ -109,7 +109,7 @@ def _read_stage(name: str, path: Path) -> Stage:
         path=path,
         records=read_metrics(path),
         settings=read_settings(path),
-        plan=plan.read_text() if plan.exists() else "",
+        plan=plan.read_text("utf-8") if plan.exists() else "",
         status=read_status(path),
     )
 

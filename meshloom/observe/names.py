@@ -123,8 +123,8 @@ PHASES: dict[str, Phase] = {
     for phase in (
         Phase(name="generate", label="Generate", meaning="sampling responses"),
         Phase(name="score", label="Score", meaning="waiting for rewards"),
-        Phase(name="log_prob", label="Log-probs", meaning="log-probabilities under the trainer's weights"),
-        Phase(name="reference", label="Reference", meaning="log-probabilities under the reference model"),
+        Phase(name="log_prob", label="Log-probs", meaning="under the trainer's weights"),
+        Phase(name="reference", label="Reference", meaning="log-probs of the reference"),
         Phase(name="update", label="Update", meaning="forward, backward and optimizer"),
         Phase(name="validate", label="Validate", meaning="evaluation on held-out problems"),
         Phase(name="save", label="Save", meaning="waiting for checkpoints"),
