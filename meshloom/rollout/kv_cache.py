@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 SMALLEST_CAPACITY = 64
+_FEWEST_SLOTS = 8
 
 
 def quarter_of_free_bytes(device: torch.device) -> int:
@@ -56,9 +57,9 @@ class CacheShape:
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
-    def zeros(self, slots: int, capacity: int) -> Tensor:
-        """Keys or values of one layer, [S, K, C, D]. What a mask hides is multiplied by zero, so it must be finite."""
-        return torch.zeros(slots, self.num_kv_heads, capacity, self.head_dim, dtype=self.dtype, device=self.device)
+    def empty(self, slots: int, capacity: int) -> Tensor:
+        """Keys or values of one layer, uninitialised, [S, K, C, D]."""
+        return torch.empty(slots, self.num_kv_heads, capacity, self.head_dim, dtype=self.dtype, device=self.device)
 
 
 class Bank:
@@ -71,7 +72,7 @@ class Bank:
         self.shape, self.capacity, self.slots = shape, capacity, 0
         self.owners: list[Any] = []
         self.lengths = np.zeros(0, dtype=np.int64)
-        self.tensors = [shape.zeros(0, capacity) for _ in range(2 * shape.num_layers)]
+        self.tensors = [shape.empty(0, capacity) for _ in range(2 * shape.num_layers)]
 
     @property
     def allocated_tokens(self) -> int:
@@ -94,13 +95,16 @@ class Bank:
         source.resize(0)
 
     def _rebuild(self, source: "Bank", slots: int, used: int) -> None:
+        """New tensors with the first ``used`` sequences of ``source``. The rest is zero: what a mask hides must be finite."""
         lengths = np.zeros(slots, dtype=np.int64)
         lengths[:used] = source.lengths[:used]
         longest = int(lengths.max(initial=0))
         for place in range(len(self.tensors)):
-            new = self.shape.zeros(slots, self.capacity)
+            new = self.shape.empty(slots, self.capacity)
             new[:used, :, :longest] = source.tensors[place][:used, :, :longest]
-            source.tensors[place] = self.shape.zeros(0, source.capacity)
+            new[:used, :, longest:] = 0
+            new[used:] = 0
+            source.tensors[place] = self.shape.empty(0, source.capacity)
             self.tensors[place] = new
         self.lengths, self.slots = lengths, slots
 
@@ -141,10 +145,11 @@ class KVCache:
         shape: what one token takes.
         budget_bytes: hard bound on the bytes of all keys and values.
         longest: tokens of the longest sequence that can come.
+        max_sequences: most sequences at once.
     """
 
-    def __init__(self, shape: CacheShape, *, budget_bytes: int, longest: int) -> None:
-        self.shape = shape
+    def __init__(self, shape: CacheShape, *, budget_bytes: int, longest: int, max_sequences: int) -> None:
+        self.shape, self._max_sequences = shape, max_sequences
         self.budget_tokens = budget_bytes / shape.bytes_per_token
         self.banks = [Bank(shape, capacity) for capacity in _capacities(longest)]
         self.parked: list[Bank] = []
@@ -209,10 +214,10 @@ class KVCache:
         return rest + _rebuild_peak(self.shape, bank_tokens, new_tokens) <= self.budget_tokens
 
     def _ensure(self, bank: Bank, slots: int) -> bool:
-        """Make a bank have ``slots`` slots: half as many again while memory is plenty, else exactly those needed."""
+        """Make a bank have ``slots`` slots: twice as many while memory is plenty, else exactly those needed."""
         if slots <= bank.slots:
             return True
-        generous = slots + slots // 2
+        generous = max(slots, min(max(2 * slots, _FEWEST_SLOTS), self._max_sequences))
         rest = self.allocated_tokens - bank.allocated_tokens
         if rest + generous * bank.capacity <= self.budget_tokens / 2:
             slots = generous

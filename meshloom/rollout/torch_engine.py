@@ -53,6 +53,7 @@ class TorchEngine:
         self.version = 0
         self._model, self._decoder, self._head = model, decoder_of(model), OutputHead(model)
         self._shape = CacheShape.of(plain_model(model))
+        self._vocabulary = len(plain_model(model).get_input_embeddings().weight)
         self._eos_ids, self._decode = eos_ids, decode
         self._max_sequences, self._prefill_tokens = max_sequences, prefill_tokens
         self.kv_cache_bytes = kv_cache_bytes or quarter_of_free_bytes(self._shape.device)
@@ -104,42 +105,50 @@ class TorchEngine:
             raise RuntimeError("the engine is generating already; finish or close that iterator first")
         deadline = time.monotonic() + deadline_s
         longest = max((_kv_tokens(request) for request in requests), default=1)
-        cache = KVCache(self._shape, budget_bytes=self.kv_cache_bytes, longest=longest)
-        self._scheduler = Scheduler(cache, max_sequences=self._max_sequences, prefill_tokens=self._prefill_tokens)
+        count = min(self._max_sequences, sum(len(request.seeds) for request in requests))
+        cache = KVCache(self._shape, budget_bytes=self.kv_cache_bytes, longest=longest, max_sequences=count)
+        scheduler = Scheduler(cache, max_sequences=self._max_sequences, prefill_tokens=self._prefill_tokens)
+        self._scheduler = scheduler
         self._aborted.clear()
         try:
             for request in requests:
                 rule = StopRule.of(request.params, self._eos_ids, self._decode)
                 samples = [Sample(request, index, rule) for index in range(len(request.seeds))]
-                self._scheduler.submit(list(request.prompt_ids), samples)
-            while self._scheduler.has_work:
-                yield from [sample.completion() for sample in self._advance(deadline)]
+                scheduler.submit(list(request.prompt_ids), samples)
+            while scheduler.has_work:
+                finished = self._advance(scheduler, deadline)
+                if not scheduler.has_work:
+                    self._release(scheduler)
+                yield from [sample.completion() for sample in finished]
         finally:
+            self._release(scheduler)
+
+    def _release(self, scheduler: Scheduler) -> None:
+        """Forget a generation's state, before its last samples are handed out or when its iterator is closed."""
+        if self._scheduler is scheduler:
             self._scheduler, self._sampled, self._rows = None, [], None
 
-    def _advance(self, deadline: float) -> list[Sample]:
+    def _advance(self, scheduler: Scheduler, deadline: float) -> list[Sample]:
         """Run passes until samples finish."""
-        scheduler = self._scheduler
         with _evaluation(self._model), torch.inference_mode():
             while scheduler.has_work:
-                ended = self._interrupted(deadline) or self._step()
+                ended = self._interrupted(scheduler, deadline) or self._step(scheduler)
                 if ended:
                     return ended
         return []
 
-    def _interrupted(self, deadline: float) -> list[Sample]:
+    def _interrupted(self, scheduler: Scheduler, deadline: float) -> list[Sample]:
         """End what was aborted, and everything once the deadline is over."""
         ended: list[Sample] = []
         if self._aborted:
             aborted, self._aborted = self._aborted, set()
-            ended += self._scheduler.end(lambda sample: sample.request.id in aborted, FinishReason.ABORTED)
+            ended += scheduler.end(lambda sample: sample.request.id in aborted, FinishReason.ABORTED)
         if time.monotonic() >= deadline:
-            ended += self._scheduler.end(lambda sample: True, FinishReason.DEADLINE)
+            ended += scheduler.end(lambda sample: True, FinishReason.DEADLINE)
         return ended
 
-    def _step(self) -> list[Sample]:
+    def _step(self, scheduler: Scheduler) -> list[Sample]:
         """One pass: a token for every running sample and for those that start. Returns the samples that it finished."""
-        scheduler = self._scheduler
         scheduler.make_room()
         running = [(bank, len(bank.owners)) for bank in scheduler.cache.banks if bank.owners]
         samples = [sample for bank, count in running for sample in bank.owners[:count]]
@@ -197,6 +206,8 @@ class TorchEngine:
         for request in requests:
             if not len(request.prompt_ids) or not len(request.seeds):
                 raise ValueError(f"request {request.id} has no prompt or no seeds")
+            if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self._vocabulary:
+                raise ValueError(f"request {request.id} has token ids outside the model's 0 to {self._vocabulary - 1}")
             if request.params.stop_strings and self._decode is None:
                 raise UserError(
                     "stop strings need an engine that can decode", fix="give the engine a tokenizer's decode"

@@ -1,0 +1,343 @@
+"""What every rollout engine promises, run against each engine there is: tokens, log-probabilities, endings, isolation.
+
+Another engine joins by an entry in ``ENGINES``.
+"""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshloom.config.errors import UserError
+from meshloom.rollout.protocol import Completion, Engine, FinishReason, Request, SamplingParams
+from meshloom.rollout.torch_engine import TorchEngine
+from meshloom.train.attention import PackedAttention, use_layouts
+from meshloom.train.head import OutputHead, decoder_of
+from tests.models import FAMILIES, tiny_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EOS = 1
+LARGE = 10**8
+
+
+def letters(ids: Sequence[int]) -> str:
+    """A toy tokenizer: token 0 is nothing, 3 to 9 are pieces of several characters, the others one letter each."""
+    pieces = {0: "", 3: "ab", 4: "END", 5: "xENDy", 6: "E", 7: "N", 8: "D", 9: " D"}
+    return "".join(pieces.get(token, chr(0x100 + token)) for token in ids)
+
+
+def torch_engine(family: str, dtype: torch.dtype = torch.float64, **options) -> tuple[TorchEngine, torch.nn.Module]:
+    model = tiny_model(family, dtype).to(DEVICE)
+    use_layouts(model)
+    options = {
+        "eos_ids": (EOS,),
+        "max_sequences": 8,
+        "kv_cache_bytes": LARGE,
+        "prefill_tokens": 64,
+        "decode": letters,
+    } | options
+    return TorchEngine(model, **options), model
+
+
+ENGINES: dict[str, Callable[..., tuple[Engine, torch.nn.Module]]] = {"torch": torch_engine}
+
+
+@pytest.fixture(params=list(ENGINES))
+def make(request) -> Callable[..., tuple[Engine, torch.nn.Module]]:
+    return ENGINES[request.param]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+
+
+def ask(id: int, ids: list[int], *, seeds: Sequence[int] = (0,), **params) -> Request:
+    return Request(
+        id=id, prompt_ids=ids, params=SamplingParams(**{"max_tokens": 20, "ignore_eos": True} | params), seeds=seeds
+    )
+
+
+def collect(
+    engine: Engine, requests: Sequence[Request], deadline_s: float = 120.0
+) -> dict[tuple[int, int], Completion]:
+    done = {}
+    for completion in engine.generate(requests, deadline_s=deadline_s):
+        assert (completion.request_id, completion.index) not in done
+        assert len(completion.ids) == len(completion.logprobs) == len(completion.versions)
+        done[completion.request_id, completion.index] = completion
+    assert set(done) == {(request.id, index) for request in requests for index in range(len(request.seeds))}
+    return done
+
+
+def trainer_logprobs(model: torch.nn.Module, completion: Completion, request: Request) -> torch.Tensor:
+    """Log-probabilities of a response from one packed forward, filters included, the plain way."""
+    ids = torch.tensor([*request.prompt_ids, *completion.ids], device=DEVICE)
+    place = torch.arange(len(ids), device=DEVICE)[None]
+    with torch.no_grad():
+        passed = decoder_of(model)(
+            input_ids=ids[None], position_ids=place, layout=PackedAttention([len(ids)]), use_cache=False
+        )
+        logits = OutputHead(model).logits(passed.last_hidden_state[0, len(request.prompt_ids) - 1 : -1])
+    logits = logits.double() / request.params.temperature
+    best, order = logits.sort(1, descending=True)
+    if request.params.top_k:
+        best[:, request.params.top_k :] = -torch.inf
+    before = best.softmax(1).cumsum(1) - best.softmax(1)
+    best[before >= request.params.top_p] = -torch.inf
+    best[best.softmax(1) < request.params.min_p * best.softmax(1)[:, :1]] = -torch.inf
+    kept = torch.full_like(logits, -torch.inf).scatter(1, order, best)
+    return kept.log_softmax(1).gather(1, ids[len(request.prompt_ids) :, None])[:, 0].cpu()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers_generate(make, family):
+    """Prompts shorter and longer than the sliding window, responses that cross it and several sizes of cache slots."""
+    engine, _ = make(family)
+    plain = tiny_model(family, torch.float64).to(DEVICE)
+    plain.generation_config.eos_token_id = None
+    requests = [
+        ask(i, prompt(n, i), temperature=0, max_tokens=tokens)
+        for i, (n, tokens) in enumerate([(3, 70), (13, 90), (30, 40), (90, 12)])
+    ]
+    done = collect(engine, requests)
+    for request in requests:
+        ids = torch.tensor([request.prompt_ids], device=DEVICE)
+        expected = plain.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=request.params.max_tokens
+        )
+        assert done[request.id, 0].ids == expected[0, ids.shape[1] :].tolist()
+        assert done[request.id, 0].logprobs == [0.0] * request.params.max_tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_logprobs_equal_the_trainers_packed_forward(make, family):
+    engine, model = make(family, torch.float32)
+    requests = [
+        ask(0, prompt(5), seeds=[1, 2], max_tokens=80),
+        ask(1, prompt(21), seeds=[3], temperature=0.6, max_tokens=30),
+        ask(2, prompt(2), seeds=[4], temperature=1.4, top_k=20, max_tokens=30),
+        ask(3, prompt(9), seeds=[5], top_p=0.7, max_tokens=30),
+        ask(4, prompt(9), seeds=[6], top_k=50, top_p=0.9, min_p=0.05, max_tokens=30),
+    ]
+    for (id, _), completion in collect(engine, requests).items():
+        expected = trainer_logprobs(model, completion, requests[id])
+        assert torch.isfinite(expected).all()
+        torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), expected, atol=1e-4, rtol=0)
+
+
+def mixed_requests() -> list[Request]:
+    return [
+        ask(0, prompt(3), seeds=[1, 2, 3], max_tokens=70, ignore_eos=False),
+        ask(1, prompt(40), seeds=[4], max_tokens=5, top_k=9),
+        ask(2, prompt(17), seeds=[5, 6, 7, 8, 9], max_tokens=33, temperature=1.3),
+        ask(3, prompt(60), seeds=[10, 11], max_tokens=80, top_p=0.9),
+        ask(4, prompt(1), seeds=[12], max_tokens=1, temperature=0),
+    ]
+
+
+def tokens_of(done: dict[tuple[int, int], Completion]) -> dict[tuple[int, int], list[int]]:
+    return {key: completion.ids for key, completion in done.items()}
+
+
+@pytest.fixture(scope="module")
+def mixed_tokens() -> dict[tuple[int, int], list[int]]:
+    engine, _ = torch_engine("gemma3", max_sequences=32)
+    return tokens_of(collect(engine, mixed_requests()))
+
+
+@settings(deadline=None, max_examples=6)
+@given(
+    max_sequences=st.integers(1, 14),
+    prefill_tokens=st.sampled_from([1, 30, 200]),
+    cache_tokens=st.sampled_from([190, 260, 500, 100_000]),
+    order=st.permutations(range(5)),
+)
+@pytest.mark.parametrize("name", ENGINES)
+def test_tokens_do_not_depend_on_batching_memory_or_order(
+    mixed_tokens, name, max_sequences, prefill_tokens, cache_tokens, order
+):
+    """Short memory sets samples back and computes them again; that too must leave the tokens as they are."""
+    token_bytes = 2 * 3 * 2 * 16 * 8
+    engine, _ = ENGINES[name](
+        "gemma3", max_sequences=max_sequences, prefill_tokens=prefill_tokens, kv_cache_bytes=cache_tokens * token_bytes
+    )
+    requests = mixed_requests()
+    assert tokens_of(collect(engine, [requests[i] for i in order])) == mixed_tokens
+
+
+def test_a_group_equals_separate_requests(make):
+    engine, _ = make("qwen3", max_sequences=3)
+    seeds = [5, -3, 5, 2**80, 0, 1, 2]
+    group = collect(engine, [ask(0, prompt(12), seeds=seeds)])
+    alone = collect(engine, [ask(i, prompt(12), seeds=[seed]) for i, seed in enumerate(seeds)])
+    assert [group[0, i].ids for i in range(7)] == [alone[i, 0].ids for i in range(7)]
+    assert group[0, 0].ids == group[0, 2].ids != group[0, 1].ids
+
+
+@pytest.mark.parametrize("max_sequences", [2, 5, 20])
+def test_the_prompt_of_a_group_is_computed_once(max_sequences):
+    engine, model = torch_engine("llama", max_sequences=max_sequences)
+    seen = []
+    decoder_of(model).register_forward_pre_hook(
+        lambda _m, _a, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    collect(
+        engine, [ask(0, prompt(50), seeds=range(7), max_tokens=4), ask(1, prompt(40), seeds=range(3), max_tokens=2)]
+    )
+    assert sum(seen) == 50 + 7 * 3 + 40 + 3 * 1
+
+
+def test_global_random_state_is_neither_read_nor_moved(make):
+    engine, _ = make("llama")
+    torch.manual_seed(1)
+    first = tokens_of(collect(engine, [ask(0, prompt(4), seeds=[3])]))
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    assert tokens_of(collect(engine, [ask(0, prompt(4), seeds=[3])])) == first
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def first_sample(make, **params) -> Completion:
+    engine, _ = make("llama")
+    return collect(engine, [ask(0, prompt(6), seeds=[11], **{"max_tokens": 40} | params)])[0, 0]
+
+
+def test_a_sample_ends_at_its_length_its_end_token_or_a_stop_id(make):
+    free = first_sample(make)
+    assert (free.finish, len(free.ids)) == (FinishReason.LENGTH, 40)
+    token = free.ids[7]
+    until = free.ids.index(token) + 1
+    stopped = first_sample(make, stop_ids=(token, 96))
+    assert (stopped.finish, stopped.ids) == (FinishReason.STOP, free.ids[:until])
+    assert stopped.logprobs == pytest.approx(free.logprobs[:until], abs=1e-9)
+    engine, _ = make("llama", eos_ids=(95, token))
+    params = {"seeds": [11], "max_tokens": 40}
+    ends = collect(engine, [ask(0, prompt(6), ignore_eos=False, **params), ask(1, prompt(6), **params)])
+    assert (ends[0, 0].finish, ends[0, 0].ids) == (FinishReason.STOP, free.ids[:until])
+    assert (ends[1, 0].finish, ends[1, 0].ids) == (FinishReason.LENGTH, free.ids)
+
+
+def test_a_stop_string_ends_a_sample_in_the_step_that_completes_it(make):
+    """Inside one token, at its end, and over several tokens with others of no text between."""
+    free = first_sample(make)
+    for stop in (letters(free.ids[4:5]), letters(free.ids[10:14]), letters(free.ids[:40])):
+        until = next(n for n in range(1, 41) if stop in letters(free.ids[:n]))
+        stopped = first_sample(make, stop_strings=("never there", stop))
+        assert (stopped.finish, stopped.ids) == (FinishReason.STOP, free.ids[:until])
+
+
+def test_stop_strings_without_a_decoder_are_refused(make):
+    engine, _ = make("llama", decode=None)
+    with pytest.raises(UserError, match="decode"):
+        engine.generate([ask(0, prompt(3), stop_strings=("x",))], deadline_s=10)
+
+
+def test_samples_come_as_they_finish(make):
+    engine, _ = make("llama", max_sequences=2)
+    requests = [ask(0, prompt(4), max_tokens=60), ask(1, prompt(4), max_tokens=5), ask(2, prompt(4), max_tokens=5)]
+    assert [completion.request_id for completion in engine.generate(requests, deadline_s=60)] == [1, 2, 0]
+
+
+def test_an_aborted_request_ends_and_the_others_go_on(make):
+    engine, _ = make("llama", max_sequences=3)
+    requests = [ask(i, prompt(4 + i), seeds=[i, i + 10], max_tokens=5 if i == 0 else 30) for i in range(4)]
+    undisturbed = tokens_of(collect(engine, requests))
+    done = {}
+    for completion in engine.generate(requests, deadline_s=60):
+        if not done:
+            engine.abort(1)
+            engine.abort(3)
+            engine.abort(99)
+        done[completion.request_id, completion.index] = completion
+    assert len(done) == 8
+    for (id, index), completion in done.items():
+        expected = undisturbed[id, index]
+        if id in (1, 3):
+            assert completion.finish == FinishReason.ABORTED
+            assert completion.ids == expected[: len(completion.ids)] != expected
+        else:
+            assert completion.ids == expected
+    assert tokens_of(collect(engine, requests)) == undisturbed
+
+
+def test_after_the_deadline_the_rest_come_unfinished(make):
+    engine, _ = make("llama", max_sequences=2)
+    requests = [ask(i, prompt(4), seeds=[0, 1], max_tokens=20_000 if i else 3) for i in range(3)]
+    done = collect(engine, requests, deadline_s=0.4)
+    assert {done[0, i].finish for i in range(2)} == {FinishReason.LENGTH}
+    assert {done[i, j].finish for i in (1, 2) for j in range(2)} == {FinishReason.DEADLINE}
+    assert done[1, 0].ids and done[2, 1].ids == []
+    assert {c.finish for c in collect(engine, requests, deadline_s=0.0).values()} == {FinishReason.DEADLINE}
+
+
+def test_closing_early_leaves_the_engine_as_it_was(make):
+    engine, _ = make("llama")
+    requests = [ask(i, prompt(5), max_tokens=4 + 20 * i) for i in range(3)]
+    expected = tokens_of(collect(engine, requests))
+    stream = engine.generate(requests, deadline_s=60)
+    next(stream)
+    with pytest.raises(RuntimeError, match="already"):
+        next(engine.generate(requests, deadline_s=60))
+    stream.close()
+    assert tokens_of(collect(engine, requests)) == expected
+
+
+def test_no_requests_give_no_samples(make):
+    engine, _ = make("llama")
+    assert list(engine.generate([], deadline_s=1)) == []
+
+
+def test_malformed_requests_are_refused_before_any_work(make):
+    engine, _ = make("llama")
+    for wrong in (
+        [ask(0, [])],
+        [ask(0, prompt(3), seeds=[])],
+        [ask(0, prompt(3)), ask(0, prompt(4))],
+        [ask(0, [5, 97])],
+        [ask(0, [-1])],
+    ):
+        with pytest.raises(ValueError, match="request"):
+            engine.generate(wrong, deadline_s=1)
+
+
+def test_a_request_that_can_never_fit_is_refused_with_numbers(make):
+    engine, _ = make("llama", kv_cache_bytes=200 * 1536)
+    with pytest.raises(UserError, match="100 prompt tokens and up to 150") as error:
+        engine.generate([ask(0, prompt(5)), ask(1, prompt(100), max_tokens=150)], deadline_s=1)
+    assert "1,536 a token" in str(error.value) and "307,200" in str(error.value)
+    needed = int(error.value.fix.split("at least ")[1].split(" or")[0].strip(",").replace(",", ""))
+    engine, _ = make("llama", kv_cache_bytes=needed)
+    assert len(collect(engine, [ask(1, prompt(100), max_tokens=150)])[1, 0].ids) == 150
+
+
+def test_tokens_carry_the_version_of_the_weights_that_drew_them(make):
+    engine, model = make("llama", max_sequences=2)
+    engine.load_weights(3)
+    requests = [ask(0, prompt(4), max_tokens=5), ask(1, prompt(4), max_tokens=9)]
+    stream = engine.generate(requests, deadline_s=60)
+    assert next(stream).versions == [3] * 5
+    engine.load_weights(4)
+    assert next(stream).versions == [3] * 5 + [4] * 4
+    before = tokens_of(collect(engine, requests))
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(-1)
+    engine.load_weights(5)
+    after = collect(engine, requests)
+    assert tokens_of(after) != before and after[0, 0].versions == [5] * 5
+
+
+def test_a_sleeping_engine_refuses_and_wakes(make):
+    engine, _ = make("llama")
+    stream = engine.generate([ask(0, prompt(4)), ask(1, prompt(4), max_tokens=3)], deadline_s=60)
+    next(stream)
+    with pytest.raises(RuntimeError, match="generating"):
+        engine.sleep()
+    stream.close()
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="wake"):
+        engine.generate([ask(0, prompt(4))], deadline_s=60)
+    engine.wake()
+    assert len(collect(engine, [ask(0, prompt(4))])) == 1

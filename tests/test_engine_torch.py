@@ -1,0 +1,125 @@
+"""What the embedded engine promises beyond the contract: the trainer's module and memory are left as they were."""
+
+import sys
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from bench import engine as bench_engine
+from meshloom.rollout.kv_cache import CacheShape
+from meshloom.rollout.torch_engine import TorchEngine
+from meshloom.train.attention import use_layouts
+from tests.models import tiny_model
+from tests.test_engine import DEVICE, ask, collect, mixed_requests, prompt, tokens_of, torch_engine
+
+
+class Ledger:
+    """Bytes of the cache's tensors that are alive, watched from outside: at allocation and when their storage dies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive = self.peak = 0
+        allocate = CacheShape.empty
+
+        def watched(shape: CacheShape, slots: int, capacity: int) -> torch.Tensor:
+            tensor = allocate(shape, slots, capacity)
+            weakref.finalize(tensor, self._add, -tensor.nbytes)
+            self._add(tensor.nbytes)
+            return tensor
+
+        monkeypatch.setattr(CacheShape, "empty", watched)
+
+    def _add(self, num_bytes: int) -> None:
+        self.alive += num_bytes
+        self.peak = max(self.peak, self.alive)
+
+
+@pytest.mark.parametrize("cache_tokens", [190, 300, 600, 1500])
+def test_the_cache_never_takes_more_bytes_than_it_may(monkeypatch, cache_tokens):
+    """Also while banks grow, shrink and hand over, and when samples are set back for want of memory."""
+    ledger = Ledger(monkeypatch)
+    budget = cache_tokens * 2 * 3 * 2 * 16 * 8
+    engine, _ = torch_engine("llama", kv_cache_bytes=budget, max_sequences=16)
+    collect(engine, mixed_requests())
+    assert budget / 4 < ledger.peak <= budget
+    assert ledger.alive == 0
+
+
+def test_closing_early_frees_the_cache(monkeypatch):
+    ledger = Ledger(monkeypatch)
+    engine, _ = torch_engine("llama")
+    stream = engine.generate([ask(i, prompt(5), max_tokens=3 + 90 * i) for i in range(3)], deadline_s=60)
+    next(stream)
+    assert ledger.alive > 0
+    stream.close()
+    assert ledger.alive == 0
+
+
+def test_memory_follows_what_was_generated_not_what_might_be(monkeypatch):
+    ledger = Ledger(monkeypatch)
+    engine, _ = torch_engine("llama", eos_ids=tuple(range(97)))
+    collect(engine, [ask(i, prompt(5), max_tokens=4000, ignore_eos=False) for i in range(8)])
+    assert ledger.peak <= 8 * 64 * 1536
+
+
+def test_the_module_keeps_its_mode_and_nothing_leaks_between_samples():
+    engine, model = torch_engine("llama")
+    model.train()
+    model.lm_head.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    for _ in engine.generate([ask(i, prompt(5), max_tokens=3 + 5 * i) for i in range(3)], deadline_s=60):
+        assert {name: module.training for name, module in model.named_modules()} == modes
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+def test_a_model_in_training_with_checkpointing_generates_the_same():
+    engine, model = torch_engine("qwen3")
+    expected = tokens_of(collect(engine, mixed_requests()))
+    model.gradient_checkpointing_enable()
+    model.train()
+    assert tokens_of(collect(engine, mixed_requests())) == expected
+
+
+def test_adapters_take_part():
+    base = tiny_model("qwen3", torch.float64).to(DEVICE)
+    use_layouts(base)
+    requests = [ask(0, prompt(6), seeds=[1, 2])]
+    before = tokens_of(collect(TorchEngine(base, eos_ids=(), kv_cache_bytes=10**7), requests))
+    wrapped = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
+    engine = TorchEngine(wrapped, eos_ids=(), kv_cache_bytes=10**7)
+    assert tokens_of(collect(engine, requests)) == before
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3, generator=torch.Generator(weight.device).manual_seed(0))
+    adapted = tokens_of(collect(engine, requests))
+    assert adapted != before
+    merged = wrapped.merge_and_unload()
+    assert tokens_of(collect(TorchEngine(merged, eos_ids=(), kv_cache_bytes=10**7), requests)) == adapted
+
+
+def test_weights_that_are_not_finite_stop_the_generation():
+    engine, model = torch_engine("llama")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="not finite"):
+        collect(engine, [ask(0, prompt(4))])
+
+
+def test_the_default_bound_is_a_part_of_the_free_memory():
+    engine, _ = torch_engine("llama", kv_cache_bytes=None)
+    assert 2**20 < engine.kv_cache_bytes < 2**43
+
+
+def test_bfloat16_generates():
+    engine, _ = torch_engine("gemma3", torch.bfloat16)
+    done = collect(engine, mixed_requests())
+    assert all(-50 < logprob <= 0 for completion in done.values() for logprob in completion.logprobs)
+
+
+def test_the_benchmark_runs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["engine.py", "--tiny"])
+    bench_engine.main()
+    assert capsys.readouterr().out.count("ratio (tiny") == 2
