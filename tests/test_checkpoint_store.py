@@ -232,16 +232,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", place], check=True)
 
 
-def fills(folder: Path) -> None:
+def fills_with_tensors(folder: Path) -> None:
+    save_file({"values": np.zeros(2**18)}, folder / "large.safetensors")
+    Path("/dev/full").write_bytes(b"x")
+
+
+def fills_with_text(folder: Path) -> None:
     writes(2)(folder)
-    with (folder / "large.safetensors").open("wb") as large:
-        for _ in range(32):
-            large.write(bytes(2**16))
+    (folder / "large.txt").write_bytes(bytes(2**21))
     Path("/dev/full").write_bytes(b"x")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_is_told_plainly_and_costs_no_earlier_checkpoint(small_disk: Path, asynchronous: bool) -> None:
+@pytest.mark.parametrize("fills", [fills_with_tensors, fills_with_text])
+def test_a_full_disk_is_told_plainly_and_costs_no_earlier_checkpoint(
+    small_disk: Path, fills: Callable[[Path], None], asynchronous: bool
+) -> None:
     with CheckpointStore(small_disk, keep_last=1, keep_best=0) as store:
         store.save(1, writes(1))
         with pytest.raises(UserError, match="the disk is full: the checkpoint of step 2"):

@@ -127,7 +127,7 @@ class Keys:
         descriptions = {
             key: set(re.findall(r"[a-z]+", node.get("description", "").lower())) for key, node in self._nodes.items()
         }
-        return [key for key, description in descriptions.items() if words and words <= description]
+        return [key for key, description in descriptions.items() if len(name) >= 3 and words and words <= description]
 
 
 def _range(node: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshloom.config.errors import UserError
 from meshloom.config.problems import Problem, require_none
-from meshloom.config.settings import EvalSettings, SftSettings, SourceSettings, TrainSettings
+from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.checks import Findings, check_settings
 from meshloom.plan.ledger import LedgerLine, batch_ledger, sft_steps, train_steps
 from meshloom.plan.memory import UnknownShape, memory_ledger
@@ -87,13 +87,6 @@ def build_plan(settings: TrainSettings | SftSettings | EvalSettings, num_prompts
         warnings=tuple(found.warnings),
         steps=steps,
     )
-
-
-def known_prompts(source: SourceSettings) -> int | None:
-    """How many prompts a source has, where its settings alone say so: generated ones."""
-    if source.reasoning_gym is None:
-        return None
-    return min(source.size, source.max_rows or source.size)
 
 
 def _read_model(found: Findings, settings: TrainSettings | SftSettings | EvalSettings) -> ModelFolder | None:

@@ -91,7 +91,7 @@ def _check_source(found: Findings, path: str, source: SourceSettings) -> None:
         file = Path(name)
         if not file.is_file():
             found.refuse("S002", f"{path}.files", f"there is no file {name}", fix=_files_near(file))
-        elif file.suffix not in _ENDINGS:
+        elif file.suffix.lower() not in _ENDINGS:
             what = f"{name} is neither Parquet nor JSON Lines by its name"
             found.refuse("S003", f"{path}.files", what, fix=f"files must end in {' or '.join(_ENDINGS)}")
     owners = {"split": "dataset", "task": "reasoning_gym", "size": "reasoning_gym", "seed": "reasoning_gym"}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 
+DERIVED = "derived"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerLine:
@@ -17,8 +19,8 @@ class LedgerLine:
         section: what the line belongs to: ``batch``, ``memory``.
         name: what the number is, unique in its section.
         value: the number; none where it cannot be known yet.
-        formula: how it follows from others, or ``given``.
-        source: where it was given: ``default``, ``run.yaml:12``, an override; for derived numbers, of what they follow from.
+        formula: how it follows from others; for a number that is given, the setting.
+        source: where it was given: ``default``, ``run.yaml:12``, an override; ``DERIVED`` if it follows from others.
         unit: what it counts.
     """
 
@@ -89,10 +91,10 @@ class _Lines:
 
     def given(self, name: str, path: str, value: int | str | None, unit: str = "") -> None:
         origin = self.settings.provenance.of(path)
-        self.add(name, value, f"given: {path}", origin, unit)
+        self.add(name, value, path, origin, unit)
 
     def derived(self, name: str, value: int | float | None, formula: str, unit: str = "") -> None:
-        self.add(name, value, formula, "derived", unit)
+        self.add(name, value, formula, DERIVED, unit)
 
     def add(self, name: str, value: int | float | str | None, formula: str, source: str, unit: str) -> None:
         self.lines.append(
@@ -109,7 +111,11 @@ def _train_ledger(settings: TrainSettings, num_prompts: int | None) -> tuple[Led
     steps = train_steps(settings, num_prompts)
     lines = _Lines(settings)
     lines.add(
-        "prompts of the data", num_prompts, "counted, after overlong prompts are dropped", "data.train", "prompts"
+        "prompts of the data",
+        num_prompts,
+        "counted, less overlong ones that are dropped",
+        "data.train",
+        "prompts",
     )
     lines.given("prompts per step", "batch.prompts_per_step", batch.prompts_per_step, "prompts")
     lines.given("samples per prompt", "batch.samples_per_prompt", batch.samples_per_prompt, "samples")
@@ -138,7 +144,7 @@ def _train_ledger(settings: TrainSettings, num_prompts: int | None) -> tuple[Led
     else:
         lines.given("steps", "batch.steps", steps, "steps")
     epochs = None if steps is None or not num_prompts else round(steps * batch.prompts_per_step / num_prompts, 3)
-    lines.derived("epochs", epochs, "steps × prompts per step ÷ prompts of the data", "passes over the prompts")
+    lines.derived("epochs", epochs, "steps × prompts per step ÷ prompts of the data", "")
     total = None if steps is None or updates_per_step is None else steps * updates_per_step
     _update_lines(lines, settings, total, "steps × updates per step")
     return tuple(lines.lines)
@@ -148,7 +154,7 @@ def _sft_ledger(settings: SftSettings, num_rows: int | None) -> tuple[LedgerLine
     batch = settings.batch
     steps = sft_steps(settings, num_rows)
     lines = _Lines(settings)
-    lines.add("rows of the data", num_rows, "counted, after overlong rows are dropped", "data.train", "rows")
+    lines.add("rows of the data", num_rows, "counted, less overlong ones that are dropped", "data.train", "rows")
     lines.given("samples per update", "batch.samples_per_update", batch.samples_per_update, "samples")
     _microbatch_lines(lines, settings, batch.samples_per_update)
     if batch.steps is None:
@@ -157,7 +163,7 @@ def _sft_ledger(settings: SftSettings, num_rows: int | None) -> tuple[LedgerLine
     else:
         lines.given("steps", "batch.steps", steps, "steps")
     epochs = None if steps is None or not num_rows else round(steps * batch.samples_per_update / num_rows, 3)
-    lines.derived("epochs", epochs, "steps × samples per update ÷ rows of the data", "passes over the rows")
+    lines.derived("epochs", epochs, "steps × samples per update ÷ rows of the data", "")
     _update_lines(lines, settings, steps, "steps: one update each")
     return tuple(lines.lines)
 
@@ -165,32 +171,30 @@ def _sft_ledger(settings: SftSettings, num_rows: int | None) -> tuple[LedgerLine
 def _microbatch_lines(lines: _Lines, settings: TrainSettings | SftSettings, samples_per_update: int) -> None:
     batch, longest = settings.batch, longest_sample_tokens(settings)
     response = "data" if isinstance(settings, SftSettings) else "rollout"
-    lines.given("tokens per microbatch", "batch.tokens_per_microbatch", batch.tokens_per_microbatch, "tokens, at most")
-    lines.given(
-        "samples per microbatch", "batch.samples_per_microbatch", batch.samples_per_microbatch, "samples, at most"
-    )
+    lines.given("tokens per microbatch", "batch.tokens_per_microbatch", batch.tokens_per_microbatch, "tokens")
+    lines.given("samples per microbatch", "batch.samples_per_microbatch", batch.samples_per_microbatch, "samples")
     formula = f"data.max_prompt_tokens + {response}.max_response_tokens"
-    lines.derived("longest sample", longest, formula, "tokens, at most")
+    lines.derived("longest sample", longest, formula, "tokens")
     lines.derived(
         "microbatches per update",
         most_microbatches(samples_per_update, longest, batch.tokens_per_microbatch, batch.samples_per_microbatch),
-        "⌈samples per update ÷ longest samples that fit⌉",
-        "microbatches, at most; they never change the result",
+        "at most: ⌈samples per update ÷ longest samples that fit⌉; never changes the result",
+        "",
     )
 
 
 def _update_lines(lines: _Lines, settings: TrainSettings | SftSettings, total: int | None, formula: str) -> None:
     optimizer = settings.optimizer
-    lines.derived("updates of the run", total, formula, "optimizer updates")
-    lines.given("warm-up", "optimizer.warmup_updates", optimizer.warmup_updates, "updates, of those of the run")
-    lines.given("learning rate schedule", "optimizer.schedule", optimizer.schedule, "advances per optimizer update")
+    lines.derived("updates of the run", total, formula, "updates")
+    lines.given("warm-up", "optimizer.warmup_updates", optimizer.warmup_updates, "updates")
+    lines.given("learning rate schedule", "optimizer.schedule", f"{optimizer.schedule}, per update")
 
 
 def _evaluation_ledger(settings: EvalSettings, num_prompts: int | None) -> tuple[LedgerLine, ...]:
     validation = settings.validation
     lines = _Lines(settings)
     source = "data.train" if settings.data.validation is None else "data.validation"
-    lines.add("prompts of the data", num_prompts, "counted, after overlong prompts are dropped", source, "prompts")
+    lines.add("prompts of the data", num_prompts, "counted, less overlong ones that are dropped", source, "prompts")
     lines.given("samples per prompt", "validation.samples_per_prompt", validation.samples_per_prompt, "samples")
     samples = None if num_prompts is None else num_prompts * validation.samples_per_prompt
     lines.derived("samples", samples, "prompts of the data × samples per prompt", "samples")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshloom.config.settings import EvalSettings, KlPlace, SftSettings, TrainSettings
-from meshloom.plan.ledger import LedgerLine, longest_sample_tokens
+from meshloom.plan.ledger import DERIVED, LedgerLine, longest_sample_tokens
 from meshloom.plan.model_folder import ModelFolder
 
 _FLOAT32 = 4
@@ -113,7 +113,7 @@ class _Memory:
     def count(self, name: str, value: int, formula: str) -> None:
         self.lines.append(LedgerLine(section="memory", name=name, value=value, formula=formula, source="model.path"))
 
-    def bytes(self, name: str, value: int, formula: str, *, phases: str, source: str = "derived") -> None:
+    def bytes(self, name: str, value: int, formula: str, *, phases: str, source: str = DERIVED) -> None:
         line = LedgerLine(section="memory", name=name, value=value, formula=formula, source=source, unit="bytes")
         self.lines.append(line)
         for phase in phases:

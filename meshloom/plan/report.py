@@ -6,14 +6,16 @@ Owns: the layout. Always holds: every line of the plan is shown with its formula
 import dataclasses
 import io
 import json
+from collections.abc import Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshloom.config.load import Explained
 from meshloom.config.problems import Problem
 from meshloom.plan.build import Plan
-from meshloom.plan.ledger import LedgerLine
+from meshloom.plan.ledger import DERIVED, LedgerLine
 
 _TEXT_COLUMNS = 150
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -37,6 +39,23 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(part, soft_wrap=isinstance(part, Text))
 
 
+def print_explained(explained: Sequence[Explained], console: Console) -> None:
+    """Each setting, its value and where it came from, on a terminal."""
+    table = Table(
+        title="settings", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    table.add_column("setting", no_wrap=True)
+    for heading in ("value", "from"):
+        table.add_column(heading, overflow="fold")
+    for line in explained:
+        value = json.dumps(line.value, ensure_ascii=False)
+        table.add_row(
+            *(Text(cell, style="dim" if line.origin == "default" else "") for cell in (line.path, value, line.origin))
+        )
+    console.print(table)
+    console.print()
+
+
 def _parts(plan: Plan) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(f"Plan: {plan.title}", style="bold")]
     for section in dict.fromkeys(line.section for line in plan.lines):
@@ -57,11 +76,10 @@ def _table(section: str, lines: list[LedgerLine]) -> Table:
     )
     table.add_column("what", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
-    for heading in ("unit", "formula", "source"):
-        table.add_column(heading, overflow="fold", style="dim")
+    table.add_column("from", overflow="fold", style="dim")
     for line in lines:
-        unit = "" if line.unit == "bytes" else line.unit
-        table.add_row(*(Text(cell) for cell in (line.name, _value(line), unit, line.formula, line.source)))
+        origin = line.formula if line.source == DERIVED else f"{line.formula} ({line.source})"
+        table.add_row(*(Text(cell) for cell in (line.name, _value(line), origin)))
     return table
 
 
@@ -70,7 +88,7 @@ def _value(line: LedgerLine) -> str:
         return "–"
     if isinstance(line.value, str):
         return line.value
-    return format_bytes(line.value) if line.unit == "bytes" else f"{line.value:,}"
+    return format_bytes(line.value) if line.unit == "bytes" else f"{line.value:,} {line.unit}".rstrip()
 
 
 def format_bytes(count: float) -> str:

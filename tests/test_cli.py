@@ -1,0 +1,190 @@
+"""The command line: parsing, exit codes, and what happens without torch."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import meshloom
+from meshloom.cli import main
+
+HEAVY = "sorted({'torch', 'transformers', 'numpy', 'pyarrow', 'peft'} & set(sys.modules))"
+SETTINGS = """\
+run_dir: runs/a
+model:
+  path: nowhere
+data:
+  train:
+    files: [rows.jsonl]
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(SETTINGS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n\n' * 10)
+    return tmp_path
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "meshloom", *args], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], ["-h"], ["help"]])
+def test_help_names_every_command(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    for name in ("train", "sft", "eval", "export", "fetch-model", "quickstart", "plan", "schema", "report"):
+        assert f"meshloom {name} " in out
+
+
+@pytest.mark.parametrize(
+    "name", ["train", "sft", "eval", "export", "fetch-model", "quickstart", "plan", "schema", "report"]
+)
+def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: meshloom {name}" in capsys.readouterr().out
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"meshloom {meshloom.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["trian"], "did you mean train?"),
+        (["zzz"], "commands: quickstart, plan, train"),
+        (["train"], "the following arguments are required"),
+        (["train", "run.yaml", "--resum"], "unrecognized arguments: --resum"),
+        (["train", "run.yaml", "--optimizer.lr=1"], "overrides have the form a.b=c, without dashes"),
+        (["train", "run.yaml", "other.yaml"], "more than one settings file: run.yaml, other.yaml"),
+        (["train", "rum.yaml"], "files nearby: run.yaml"),
+        (["train", "run.yaml", "lr=1"], "did you mean optimizer.lr?"),
+        (["train", "run.yaml", "--resume", "optimizer.lr=fast"], "a number ≥ 0"),
+        (["sft", "run.yaml", "rollout.stop=[a]"], "there is no key 'rollout'"),
+        (["eval", "run.yaml", "batch.steps=1"], "there is no key 'batch'"),
+        (["schema", "trian"], "invalid choice: 'trian'"),
+        (["export", "a", "b", "--adapter", "--merge-lora"], "not allowed with argument"),
+        (["quickstart", "--seed", "x"], "invalid int value: 'x'"),
+        (["report", "no-such-run"], "no-such-run"),
+    ],
+)
+def test_bad_input_is_told_without_a_traceback_and_ends_with_2(
+    args: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert said in captured.err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_overrides_may_stand_around_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "batch.steps=3", "--json", "batch.prompts_per_step=5"]) == 2
+    values = {line["name"]: line["value"] for line in json.loads(capsys.readouterr().out)["lines"]}
+    assert (values["steps"], values["prompts per step"]) == (3, 5)
+
+
+def test_a_settings_file_may_have_an_equals_sign_in_its_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run.yaml").rename(folder / "lr=1.yaml")
+    assert main(["plan", "lr=1.yaml", "--json"]) == 2
+    assert '"lines"' in capsys.readouterr().out
+
+
+def test_overrides_alone_are_settings_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run_dir=r", "model.path=m", "data.train.files=[rows.jsonl]", "--json"]) == 2
+    assert '"M001"' in capsys.readouterr().out
+
+
+def test_the_plan_counts_the_rows_and_says_what_cannot_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "batch.prompts_per_step=4"]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "prompts of the data 10 prompts" in out
+    assert "steps 3 steps" in out
+    assert "[M001] there is no model folder nowhere" in out
+
+
+def test_a_plan_that_can_work_ends_with_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.test_plan_memory import make_folder
+
+    make_folder(folder / "nowhere")
+    assert main(["plan", "run.yaml", "batch.prompts_per_step=4", "--settings"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert 'model.path "nowhere" run.yaml:3' in out
+    assert "optimizer.lr 1e-06 default" in out
+    assert "peak while updating" in out
+    assert "Problems" not in out
+    for kind in ("sft", "eval"):
+        assert main(["plan", "run.yaml", "--kind", kind]) == 0
+
+
+@pytest.mark.parametrize("kind", ["train", "sft", "eval"])
+def test_the_schema_is_json(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", kind]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == f"{kind.capitalize()}Settings"
+
+
+def test_parquet_rows_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 7}), folder / "rows.parquet")
+    args = ["plan", "run.yaml", "data.train.files=[rows.parquet, rows.jsonl]", "--json"]
+    counts = []
+    for more in ([], ["data.train.max_rows=12"], ["data.train.files=[no.parquet]"]):
+        main([*args, *more])
+        counts.append(json.loads(capsys.readouterr().out)["lines"][0]["value"])
+    assert counts == [17, 12, None]
+    (folder / "rows.parquet").write_bytes(b"PAR1")
+    main(args)
+    assert json.loads(capsys.readouterr().out)["lines"][0]["value"] is None
+
+
+def test_ctrl_c_ends_with_130(folder: Path) -> None:
+    os.mkfifo(folder / "slow.yaml")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshloom", "train", "slow.yaml"], stderr=subprocess.PIPE, text=True
+    )
+    writer = os.open(folder / "slow.yaml", os.O_WRONLY)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    os.close(writer)
+    assert (process.returncode, errors) == (130, "stopped\n")
+
+
+def test_the_module_is_the_command() -> None:
+    assert command("--version").stdout == f"meshloom {meshloom.__version__}\n"
+    refused = command("train", "rum.yaml")
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["schema"], ["train", "run.yaml", "lr=1"], ["plan", "run.yaml"]],
+)
+def test_what_needs_no_model_imports_nothing_heavy_and_is_quick(args: list[str]) -> None:
+    """Processor time, the least of three, as other work on the machine does not count in it."""
+    code = f"import sys; from meshloom.cli import main; main({args!r}); print({HEAVY}, file=sys.stderr)"
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.stderr.splitlines()[-1] == "[]"
+    assert min(seconds) < 0.5, seconds
