@@ -34,8 +34,8 @@ from meshloom.plan.report import format_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_NAME = re.compile(r"step-(\d+)")
-_ASIDE = re.compile(r"\.(writing|removing|replaced)-(step-\d+)-\d+")
+_NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+_ASIDE = re.compile(r"\.(?:writing|removing)-step-.+")
 _SPARE_BYTES = 16 * 2**20
 
 
@@ -123,18 +123,26 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     Raises:
         UserError: if one was written in another format.
     """
-    found = []
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        match = _NAME.fullmatch(entry.name)
-        if match and _is_complete(entry):
-            found.append((int(match[1]), entry))
-    return [entry for _, entry in sorted(found)]
+    return [entry for _, entry in _entries(folder) if _is_complete(entry)]
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint of a folder, or none."""
     found = complete_checkpoints(folder)
     return found[-1] if found else None
+
+
+def _entries(folder: Path) -> list[tuple[tuple[int, int], Path]]:
+    """Folders with the name of a checkpoint, complete or not, each with its step and revision, in that order.
+
+    A step that is saved again gets the next revision (``step-000010-2``): no moment is without a checkpoint of it.
+    """
+    named = [(match, entry) for entry in _folders(folder) if (match := _NAME.fullmatch(entry.name))]
+    return sorted(((int(match[1]), int(match[2] or 1)), entry) for match, entry in named)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [entry for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
 
 
 def _is_complete(checkpoint: Path) -> bool:
@@ -185,7 +193,7 @@ class CheckpointStore:
         """Save a checkpoint; waits for the one before it.
 
         Args:
-            step: the step that was just made. A checkpoint of the same step is replaced.
+            step: the step that was just made. An earlier checkpoint of the same step is removed once this one is complete.
             write: writes the files into the folder it is given. When ``asynchronous``, it runs in another thread while training
                 goes on, so what it writes must be a snapshot.
             score: how good the run is now, larger is better, for ``keep_best``.
@@ -242,7 +250,8 @@ class CheckpointStore:
             )
 
     def _write(self, step: int, write: Callable[[Path], None], score: float | None) -> None:
-        name = f"step-{step:06d}"
+        revisions = [revision for (other, revision), _ in _entries(self.folder) if other == step]
+        name = f"step-{step:06d}-{max(revisions) + 1}" if revisions else f"step-{step:06d}"
         aside = self.folder / f".writing-{name}-{os.getpid()}"
         if aside.exists():
             shutil.rmtree(aside)
@@ -251,7 +260,8 @@ class CheckpointStore:
             with _locked(aside):
                 write(aside)
                 _finish(aside, step, score)
-                self._publish(aside, self.folder / name)
+                aside.rename(self.folder / name)
+                _sync(self.folder)
         except (OSError, SafetensorError) as error:
             if _is_full(error):
                 what = f"the disk is full: the checkpoint of step {step} could not be written"
@@ -262,30 +272,27 @@ class CheckpointStore:
             shutil.rmtree(aside, ignore_errors=True)
         self._prune()
 
-    def _publish(self, aside: Path, final: Path) -> None:
-        """Rename a finished checkpoint to its place; one that is there already is moved away, and back if this fails."""
-        replaced = self.folder / f".replaced-{final.name}-{os.getpid()}"
-        if final.exists():
-            final.rename(replaced)
-        try:
-            aside.rename(final)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(final)
-            raise
-        _sync(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-
     def _prune(self) -> None:
-        complete = complete_checkpoints(self.folder)
         if any(_is_locked(entry) for entry in self.folder.glob(".writing-*")):
             return
+        self._remove_replaced()
+        complete = complete_checkpoints(self.folder)
         scored = [
             (score, place) for place, path in enumerate(complete) if (score := read_manifest(path).score) is not None
         ]
         best = {complete[place] for _, place in sorted(scored, reverse=True)[: self.keep_best]}
         for path in complete[: -self.keep_last]:
             if path not in best:
+                self._remove(path)
+
+    def _remove_replaced(self) -> None:
+        """Remove what a later, complete revision of the same step replaces."""
+        newest: dict[int, int] = {}
+        for (step, revision), path in _entries(self.folder):
+            if _is_complete(path):
+                newest[step] = revision
+        for (step, revision), path in _entries(self.folder):
+            if revision < newest.get(step, 0):
                 self._remove(path)
 
     def _remove(self, checkpoint: Path) -> None:
@@ -296,17 +303,10 @@ class CheckpointStore:
         shutil.rmtree(aside)
 
     def _clean(self) -> None:
-        """Remove what dead processes left; a checkpoint that was moved away and never replaced goes back to its place."""
-        for entry in self.folder.iterdir():
-            match = _ASIDE.fullmatch(entry.name)
-            if match is None or _is_locked(entry):
-                continue
-            final = self.folder / match[2]
-            if match[1] == "replaced" and not final.exists():
-                entry.rename(final)
-            else:
+        """Remove what dead processes left."""
+        for entry in _folders(self.folder):
+            if _ASIDE.fullmatch(entry.name) and not _is_locked(entry):
                 shutil.rmtree(entry)
-        _sync(self.folder)
 
 
 def _is_full(error: OSError | SafetensorError) -> bool:
