@@ -8,7 +8,7 @@ import pytest
 from meshloom.config.errors import UserError
 from meshloom.config.settings import DataSettings, RewardSettings, SourceSettings
 from meshloom.data.sources import load_rows
-from meshloom.rewards.function import choose_function
+from meshloom.rewards.function import choose_function, load_function
 from meshloom.rewards.outcome import InvalidReason, RewardRequest
 from meshloom.rewards.pool import RewardPool
 from meshloom.rewards.verifiers import VERIFIERS
@@ -88,16 +88,21 @@ def test_an_unreadable_ground_truth_is_never_a_zero():
 
 def test_reasoning_gym_rows_bring_their_verifier():
     """A task with a verifier of its own, one that compares text, and arguments that travel with the row."""
+    rows = []
     for task, args in (("countdown", {"min_numbers": 3, "max_numbers": 3}), ("chain_sum", {"max_terms": 3})):
         source = SourceSettings(reasoning_gym=task, size=4, task=args)
-        rows = load_rows(source, DataSettings(train=source))
-        requests = [ask(text.format(r.answer), r.answer, data_source=r.data_source, extra=r.extra) for r in rows for text in
-                    ("so <answer>{}</answer>", " {}\n", "<answer>0 + 0</answer>")]  # fmt: skip
-        with RewardPool(RewardSettings(workers=1), {r.data_source for r in rows}) as pool:
-            assert pool.spec.name == "reasoning_gym"
-            values = [r.value for r in pool.score(requests)]
-        assert values[0::3] == values[1::3] == [1.0] * 4
-        assert max(values[2::3]) < 0.5
+        rows += load_rows(source, DataSettings(train=source))
+    texts = ("so <answer>{}</answer>", " {}\n", "<answer>0 + 0</answer>")
+    requests = [
+        ask(text.format(row.answer), row.answer, data_source=row.data_source, extra=row.extra)
+        for text in texts
+        for row in rows
+    ]
+    with RewardPool(RewardSettings(workers=1), {row.data_source for row in rows}) as pool:
+        assert pool.spec.name == "reasoning_gym"
+        values = [reward.value for reward in pool.score(requests)]
+    assert values[:16] == [1.0] * 16
+    assert max(values[16:]) < 0.5
 
 
 def test_reasoning_gym_needs_its_own_rows():
@@ -149,6 +154,12 @@ def test_a_function_of_the_users_is_called_in_its_form(tmp_path, source, kwargs,
         assert pool.score([ask("r", "a")])[0].value == value
 
 
+def refused_when_loaded(settings):
+    with pytest.raises(UserError) as caught:
+        load_function(choose_function(settings))
+    return str(caught.value)
+
+
 def refused(settings, data_sources=()):
     with pytest.raises(UserError) as caught:
         RewardPool(settings, data_sources)
@@ -173,8 +184,9 @@ FORMS = ["score(request, **kwargs)", "solution_str, ground_truth"]
         ("raise RuntimeError('no GPU')", {}, ["raises RuntimeError", "no GPU", "line 1"]),
     ],
 )
-def test_a_function_that_cannot_be_used_is_one_clear_error(tmp_path, source, kwargs, words):
-    message = refused(own(tmp_path, source, kwargs=kwargs))
+def test_a_function_that_cannot_be_used_is_one_clear_error(tmp_path, monkeypatch, source, kwargs, words):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    message = refused_when_loaded(own(tmp_path, source, kwargs=kwargs))
     for word in words:
         assert word in message
 
@@ -193,9 +205,15 @@ def test_a_function_that_cannot_be_used_is_one_clear_error(tmp_path, source, kwa
     ],
 )
 def test_a_wrong_name_or_argument_is_one_clear_error(settings, words):
-    message = refused(RewardSettings(workers=1, **settings))
+    message = refused_when_loaded(RewardSettings(workers=1, **settings))
     for word in words:
         assert word in message
+
+
+def test_an_error_of_the_worker_reaches_the_caller_whole(tmp_path):
+    message = refused(own(tmp_path, "def scores(request): ..."))
+    assert message == refused_when_loaded(own(tmp_path, "def scores(request): ..."))
+    assert "it has: scores" in message
 
 
 @pytest.mark.parametrize("data_sources", [(), ("",), ("reasoning_gym/chain_sum", "openai/gsm8k")])

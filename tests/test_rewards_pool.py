@@ -17,6 +17,8 @@ from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
 from meshloom.rewards.pool import RewardPool, summarise
 
 DEADLINE_S = 0.6
+SLEEP = f"600.{os.getpid()}"
+"""How long children sleep that should have been killed: a number of this session's own."""
 
 FUNCTIONS = '''
 import asyncio, ctypes, multiprocessing, os, re, signal, subprocess, sys, threading, time
@@ -57,15 +59,15 @@ def leave_killer(*_):
 
 def leave_child(text, request):
     new_session = text == "own session"
-    child = subprocess.Popen(["sleep", "600.125"], start_new_session=new_session)
+    child = subprocess.Popen(["sleep", "SLEEP"], start_new_session=new_session)
     return 1
 
 def fork(*_):
     return 0 if os.fork() == 0 else 1
 
 def run_child_then_hang(*_):
-    subprocess.Popen(["sleep", "600.125"], start_new_session=True)
-    subprocess.run(["sleep", "600.125"])
+    subprocess.Popen(["sleep", "SLEEP"], start_new_session=True)
+    subprocess.run(["sleep", "SLEEP"])
 
 def write_to_sockets(text, request):
     for descriptor in range(3, 64):
@@ -114,6 +116,7 @@ ACTIONS = {
     "leave thread": leave_thread,
     "leave killer": leave_killer,
     "leave child": leave_child,
+    "leave child and die": lambda *_: (leave_child("own session", None), os._exit(4)),
     "fork": fork,
     "child then hang": run_child_then_hang,
     "write to sockets": write_to_sockets,
@@ -131,7 +134,7 @@ def ask(response, answer=None):
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory):
     path = tmp_path_factory.mktemp("rewards") / "functions.py"
-    path.write_text(FUNCTIONS)
+    path.write_text(FUNCTIONS.replace("SLEEP", SLEEP))
     return f"{path}:score"
 
 
@@ -142,8 +145,8 @@ def pool(functions):
 
 
 def sleepers():
-    """Processes that the functions above started."""
-    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "600.125"]]
+    """Processes that the functions above started in this test session."""
+    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", SLEEP]]
 
 
 def is_alive(process):
@@ -264,6 +267,15 @@ def test_a_worker_full_of_leftovers_is_replaced(functions):
         assert all(r.value == 1 for r in single.score([ask("leave thread")] * 20))
         (last,) = single.score([ask("pid")])
     assert first.value != last.value
+
+
+@pytest.mark.parametrize("actions", [["leave child:own session", "os exit"], ["leave child and die"]])
+def test_children_left_behind_die_with_a_worker_that_dies_by_itself(functions, actions):
+    """They are in a session of their own, and orphans before anyone could look for them."""
+    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=5)) as single:
+        rewards = single.score([ask(action) for action in [*actions, "value:2"]])
+        assert [r.reason for r in rewards[-2:]] == [InvalidReason.DIED, None]
+        assert until(lambda: not sleepers())
 
 
 @pytest.mark.parametrize("where", ["same group", "own session"])

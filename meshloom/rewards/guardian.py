@@ -1,7 +1,7 @@
 """The process that outlives the controller, if only to kill what it left behind.
 
-Owns: a list of process ids, told over a pipe (``+pid``, ``-pid``, ``end``). Always holds: when the pipe closes or the parent
-changes, every listed process is killed with its children, and this one ends.
+Owns: a list of processes and their marks, told over a pipe (``+ pid mark``, ``- pid``, ``end``). Always holds: when the
+pipe closes or the parent changes, every listed process is killed with its children, and this one ends.
 """
 
 import os
@@ -16,7 +16,7 @@ _LOOK_S = 0.5
 def guard(descriptor: int) -> None:
     """Follow the list until the controller is gone; then kill."""
     parent = os.getppid()
-    pids: set[int] = set()
+    marks: dict[int, str] = {}
     text = ""
     while os.getppid() == parent:
         if not select.select([descriptor], [], [], _LOOK_S)[0]:
@@ -28,6 +28,10 @@ def guard(descriptor: int) -> None:
         if "end" in lines:
             break
         for line in lines:
-            (pids.add if line[0] == "+" else pids.discard)(int(line[1:]))
-    for pid in pids:
-        kill_tree(pid)
+            sign, pid, *rest = line.split()
+            if sign == "+":
+                marks[int(pid)] = rest[0]
+            else:
+                marks.pop(int(pid), None)
+    for worker, mark in marks.items():
+        kill_tree(worker, mark)

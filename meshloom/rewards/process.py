@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ _START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
     "from meshloom.rewards.{module} import {function}; {function}(int(sys.argv[1]))"
 )
+_MARK = "MESHLOOM_REWARD_WORKER"
+"""Environment variable that a worker and its descendants carry."""
 _LOOK_S = 0.05
 """How often a wait looks whether the worker still lives."""
 _MAX_LINE_BYTES = 2**20
@@ -41,32 +44,54 @@ class WorkerDied(Exception):
     """The worker's process ended, or no longer speaks the protocol."""
 
 
-def _start(module: str, function: str, descriptor: int) -> subprocess.Popen[bytes]:
+def _start(module: str, function: str, descriptor: int, mark: str) -> subprocess.Popen[bytes]:
     """A fresh interpreter in a session of its own: Ctrl-C in the terminal does not reach it.
 
     It is given this process's import path, and does not import its main program, so it starts the same from a script, a
-    test or a notebook.
+    test or a notebook. All its descendants inherit the mark.
     """
     path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
-    command = [sys.executable, "-c", _START.format(module=module, function=function), str(descriptor), path]
+    python = [sys.executable, "-c", _START.format(module=module, function=function), str(descriptor), path]
     nowhere = subprocess.DEVNULL
     return subprocess.Popen(
-        command, pass_fds=[descriptor], start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere
+        ["env", f"{_MARK}={mark}", *python],
+        pass_fds=[descriptor],
+        start_new_session=True,
+        stdin=nowhere,
+        stdout=nowhere,
+        stderr=nowhere,
     )
 
 
-def kill_tree(pid: int) -> None:
-    """Kill a process that leads a group, the group, and all its descendants. It must not have been waited for yet."""
-    descendants: list[psutil.Process] = []
-    with suppress(psutil.Error):  # it may have ended
+def kill_tree(pid: int, mark: str) -> None:
+    """Kill a process that leads a group, the group, and all its descendants. It must not have been waited for yet.
+
+    Args:
+        pid: the process.
+        mark: found in the environment of its descendants: those it left in sessions of their own before it ended by itself
+            can be told by nothing else.
+    """
+    try:
         root = psutil.Process(pid)
         root.suspend()
-        descendants = root.children(recursive=True)
+        ended = root.status() == psutil.STATUS_ZOMBIE
+        descendants = _marked(mark) if ended else root.children(recursive=True)
+    except psutil.NoSuchProcess:
+        descendants = _marked(mark)
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     for process in descendants:
         with suppress(psutil.Error):
             process.kill()
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            if process.environ().get(_MARK) == mark:
+                found.append(process)
+    return found
 
 
 class Guardian:
@@ -77,24 +102,24 @@ class Guardian:
     """
 
     def __init__(self) -> None:
-        self._pids: set[int] = set()
+        self._marks: dict[int, str] = {}
         self._lock = threading.Lock()
         self._launch()
 
     def _launch(self) -> None:
         read, self._pipe = os.pipe()
-        self._process = _start("guardian", "guard", read)
+        self._process = _start("guardian", "guard", read, "guardian")
         os.close(read)
 
-    def watch(self, pid: int) -> None:
+    def watch(self, pid: int, mark: str) -> None:
         with self._lock:
-            self._pids.add(pid)
-            self._tell(f"+{pid}\n")
+            self._marks[pid] = mark
+            self._tell(f"+ {pid} {mark}\n")
 
     def forget(self, pid: int) -> None:
         with self._lock:
-            self._pids.discard(pid)
-            self._tell(f"-{pid}\n")
+            del self._marks[pid]
+            self._tell(f"- {pid}\n")
 
     def _tell(self, line: str) -> None:
         try:
@@ -103,7 +128,7 @@ class Guardian:
             os.close(self._pipe)
             self._process.wait()
             self._launch()
-            os.write(self._pipe, "".join(f"+{pid}\n" for pid in self._pids).encode())
+            os.write(self._pipe, "".join(f"+ {pid} {mark}\n" for pid, mark in self._marks.items()).encode())
 
     def close(self) -> None:
         """Let it end. The workers it still watches are killed. May be called twice."""
@@ -125,10 +150,11 @@ class Worker:
 
     def __init__(self, spec: FunctionSpec, guardian: Guardian, abandoned: Callable[[], bool] = lambda: False) -> None:
         self._socket, other = socket.socketpair()
-        self._process = _start("worker", "serve", other.fileno())
+        self._mark = uuid.uuid4().hex
+        self._process = _start("worker", "serve", other.fileno(), self._mark)
         other.close()
         self._guardian, self._abandoned = guardian, abandoned
-        guardian.watch(self._process.pid)
+        guardian.watch(self._process.pid, self._mark)
         self._spec, self._buffer = spec, bytearray()
         self.answered = 0
         """Requests it has answered."""
@@ -228,7 +254,7 @@ class Worker:
 
     def kill(self) -> None:
         """End the process and its children, and wait until it is gone."""
-        kill_tree(self._process.pid)
+        kill_tree(self._process.pid, self._mark)
         self._process.wait()
         self._guardian.forget(self._process.pid)
         self._socket.close()

@@ -6,8 +6,9 @@ order; what the function does to this process costs no other request, since its 
 
 Protocol, over one socket: first a setup (a pickled ``FunctionSpec``), answered by one line, ``{}`` or the fields of a
 ``UserError``; then batches (a pickled list of pickled requests), each request answered by one line
-``[value, reason, detail, parts, leftovers]``. Pickles travel towards the worker only: a reward function that runs a
-model's code can write to this socket, and must not gain anything in the controller by that.
+``[value, reason, detail, parts, leftovers]``, the last being the number of threads and processes that functions left behind
+in this process. Pickles travel towards the worker only: a reward function that runs a model's code can write to this
+socket, and must not gain anything in the controller by that.
 """
 
 import inspect
@@ -145,7 +146,7 @@ def _bounded(text: str, limit: int = DETAIL_CHARACTERS) -> str:
 
 
 def _leftovers() -> int:
-    """Threads and processes that functions left behind."""
+    """Threads and processes that functions left behind, those that have ended but were not waited for included."""
     threads = threading.active_count() - 1
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
