@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import yaml
-from pydantic import BaseModel
-
+from meshloom.config import yaml_text
 from meshloom.config.errors import UserError
+from meshloom.config.load import dump_yaml
+from meshloom.config.settings import Settings
 from meshloom.observe.atomic import replace_file
 from meshloom.observe.lock import LOCK_FILE, FolderLock, is_locked
 from meshloom.observe.records import (
@@ -67,7 +67,7 @@ class RunFolder:
         cls,
         path: str | os.PathLike[str],
         *,
-        settings: BaseModel | None = None,
+        settings: Settings | None = None,
         plan_text: str | None = None,
         plan: Mapping[str, Any] | None = None,
     ) -> Self:
@@ -112,10 +112,9 @@ class RunFolder:
         run.checkpoints.mkdir(exist_ok=True)
         return run
 
-    def write_settings(self, settings: BaseModel) -> None:
+    def write_settings(self, settings: Settings) -> None:
         """Write all settings, defaults included, to ``settings.yaml``."""
-        text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-        replace_file(self.path / SETTINGS_FILE, [text.encode()])
+        replace_file(self.path / SETTINGS_FILE, [dump_yaml(settings).encode()])
 
     def write_plan(self, text: str, plan: Mapping[str, Any] | None = None) -> None:
         """Write the plan for people (``plan.txt``) and for programs (``plan.json``)."""
@@ -176,7 +175,7 @@ class RunFolder:
         reason = f"{kind.__name__}: {first_line}" if first_line else kind.__name__
         self.set_status(state, step=before["step"], steps=before["steps"], reason=reason)
 
-    def _write_given(self, settings: BaseModel | None, plan_text: str | None, plan: Mapping[str, Any] | None) -> None:
+    def _write_given(self, settings: Settings | None, plan_text: str | None, plan: Mapping[str, Any] | None) -> None:
         if plan_text is not None:
             self.write_plan(plan_text, plan)
         # Last, since a folder with settings is one that can be resumed.
@@ -189,13 +188,12 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path) / SETTINGS_FILE
     if not file.exists():
         return {}
-    try:
-        settings = yaml.safe_load(file.read_bytes())
-    except yaml.YAMLError as error:
-        raise UserError("the settings of the run cannot be read", where=str(file), why=str(error)) from error
-    if not isinstance(settings, dict):
+    document = yaml_text.read(file.read_text(encoding="utf-8", errors="replace"))
+    for line, fault in document.faults:
+        raise UserError("the settings of the run cannot be read", where=f"{file}:{line}", why=fault)
+    if not isinstance(document.data, dict):
         raise UserError("the settings of the run are no mapping", where=str(file))
-    return settings
+    return document.data
 
 
 def read_status(path: str | os.PathLike[str]) -> dict[str, Any]:

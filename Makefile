@@ -1,0 +1,45 @@
+# Everything runs in .venv, made on first use from the pinned versions in requirements.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test test-slow bench lint clean
+.DEFAULT_GOAL := quickstart
+
+$(VENV)/.installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("meshloom needs Python 3.11 or newer; set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements-test.txt
+	@touch $@
+
+## Train a small model from nothing and see that it learned; SEED=1 for another lesson.
+SEED ?= 0
+DIR ?= runs/quickstart-$(SEED)
+quickstart: $(VENV)/.installed
+	$(BIN)/meshloom quickstart --seed $(SEED) --dir $(DIR)
+
+## All tests, offline.
+test: $(VENV)/.installed-test
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+## Opt-in: minutes long, or needs packages from the index or a browser.
+test-slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m slow
+
+## Ratios against other libraries, each from one run.
+bench: $(VENV)/.installed-test
+	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/packing.py
+	$(BIN)/python bench/grpo_step.py
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check meshloom tests bench
+	$(BIN)/ruff format --check meshloom tests bench
+
+clean:
+	rm -rf $(VENV) build *.egg-info

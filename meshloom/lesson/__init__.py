@@ -1,0 +1,1 @@
+"""The lesson of ``meshloom quickstart``: problems, a small model, and two runs on them."""
