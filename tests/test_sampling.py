@@ -139,7 +139,15 @@ def test_random_numbers_are_uniform_and_unrelated_across_seeds_and_positions():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 2}, {"stop_strings": ("",)}],
+    [
+        {"max_tokens": 0},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"stop_strings": ("",)},
+    ],
 )
 def test_parameters_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong)).removesuffix("s").replace("_string", "")):
