@@ -102,6 +102,7 @@ def test_rows_with_and_without_template_keep_their_order():
 def test_the_system_prompt_stands_before_each_chat():
     prompts = render_prompts(rows(CHAT, "hello"), tokenizer(CHATML), data(system_prompt="be brief")).prompts
     assert all(p.text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user") for p in prompts)
+    assert "system" not in render_prompts(rows("a"), tokenizer(CHATML), data(system_prompt="")).prompts[0].text
     own = [{"role": "system", "content": "x"}, *CHAT]
     message = refused(render_prompts, rows("a", own), tokenizer(CHATML), data(system_prompt="be brief"))
     assert "system message of its own" in message
@@ -129,6 +130,8 @@ def test_what_cannot_be_rendered_is_one_clear_error(prompt, template, settings, 
 def test_a_refused_chat_is_named_by_its_row():
     bad = [{"role": "system", "content": "x"}, *CHAT]
     assert "row 2" in refused(render_prompts, rows(CHAT, "a", bad, CHAT), tokenizer(STRICT), data())
+    settings = data(SftDataSettings)
+    assert "row 1" in refused(render_supervised, rows(CHAT, bad, responses=["1", "2"]), tokenizer(STRICT), settings)
 
 
 def test_an_overlong_prompt_is_an_error_that_names_its_row_length_and_limit():

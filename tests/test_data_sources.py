@@ -176,6 +176,7 @@ def test_exactly_one_source_is_wanted():
         ("a.jsonl", b'{"prompt": [{"content": "no role"}], "answer": 1}\n', ["neither a string nor a chat", "line 1"]),
         ("a.jsonl", b'{"prompt": [{"role": "assistant", "content": "x"}], "answer": 1}\n', ["ends with an assistant"]),
         ("a.jsonl", b'{"prompt": "a", "answer": 1, "extra_info": 3}\n', ["extra_info", "int"]),
+        ("a.jsonl", b'{"prompt": "a", "answer": 1, "extra_info": "no struct"}\n', ["extra_info", "str"]),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_one_clear_error(tmp_path, name, content, words):

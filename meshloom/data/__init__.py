@@ -1,0 +1,1 @@
+"""Prompt sources, chat templates and the order of prompts. Imports without torch."""

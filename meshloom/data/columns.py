@@ -8,6 +8,7 @@ Always holds: a row's prompt is a string, or a non-empty chat of plain dictionar
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
@@ -48,14 +49,13 @@ def to_row(record: Mapping[str, Any], index: int, place: Place, data: DataSettin
     Raises:
         UserError: if a column is missing or holds something else than it should.
     """
-    sft = isinstance(data, SftDataSettings)
     used = {"data_source", "reward_model", "extra_info", data.prompt_column, data.answer_column}
     column = data.prompt_column
-    if sft and column not in record and "messages" in record:
+    if isinstance(data, SftDataSettings) and column not in record and "messages" in record:
         column = "messages"
     prompt = _prompt(_column(record, column, "data.prompt_column", place), column, place)
-    response = None
-    if sft:
+    response: str | None = None
+    if isinstance(data, SftDataSettings):
         used |= {data.response_column, "messages"}
         prompt, response = _split_response(record, prompt, column, place, data)
     elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
@@ -68,7 +68,7 @@ def to_row(record: Mapping[str, Any], index: int, place: Place, data: DataSettin
     return Row(
         index=index,
         prompt=prompt,
-        answer=_answer(record, place, data, required=not sft),
+        answer=_answer(record, place, data, required=response is None),
         response=response,
         data_source=str(record.get("data_source") or ""),
         extra=extra | _struct(record.get("extra_info"), "extra_info", place),
@@ -137,10 +137,8 @@ def _struct(value: Any, name: str, place: Place) -> dict[str, Any]:
     """A nested column, given as a struct or as a JSON string."""
     value = _plain(value)
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             value = json.loads(value)
-        except ValueError:
-            value = str(value)
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -5,7 +5,7 @@ tokenised once, and everything later uses those ids; its text is what those ids 
 way for reinforcement learning and for supervised fine-tuning.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -144,7 +144,10 @@ def _prompt_ids(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data:
     texts = {i: str(row.prompt) for i, row in enumerate(rows) if i not in chats}
     ids: dict[int, list[int]] = {}
     if chats:
-        ids |= zip(chats, _template_ids(list(chats.values()), rows, tokenizer, generation_prompt=True), strict=True)
+        templated = [rows[i] for i in chats]
+        ids |= zip(
+            chats, _template_ids(list(chats.values()), templated, tokenizer, generation_prompt=True), strict=True
+        )
     if texts:
         ids |= zip(texts, tokenizer(list(texts.values())).input_ids, strict=True)
     return [ids[i] for i in range(len(rows))]
@@ -173,7 +176,7 @@ def _uses_template(row: Row, tokenizer: "PreTrainedTokenizerBase", data: DataSet
 
 def _chat(row: Row, data: DataSettings) -> Chat:
     chat: Chat = row.prompt if isinstance(row.prompt, list) else [{"role": "user", "content": row.prompt}]
-    if data.system_prompt is None:
+    if not data.system_prompt:
         return chat
     if chat[0]["role"] == "system":
         raise UserError(
@@ -188,10 +191,10 @@ def _chat(row: Row, data: DataSettings) -> Chat:
 def _template_ids(
     chats: list[Chat], rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", *, generation_prompt: bool
 ) -> list[list[int]]:
+    """Ids of each chat; ``rows`` are where they are from, for errors."""
+
     def render(some: list[Chat]) -> list[list[int]]:
-        return tokenizer.apply_chat_template(
-            some, add_generation_prompt=generation_prompt, tokenize=True, return_dict=True
-        )["input_ids"]
+        return _encode(some, tokenizer, generation_prompt=generation_prompt)
 
     try:
         return render(chats)
@@ -204,9 +207,16 @@ def _template_ids(
         ) from error
 
 
-def _refused(chats: list[Chat], rows: Sequence[Row], render: Any) -> str:
+def _encode(chats: list[Chat], tokenizer: "PreTrainedTokenizerBase", *, generation_prompt: bool) -> list[list[int]]:
+    encoded: Any = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=generation_prompt, tokenize=True, return_dict=True
+    )
+    return encoded["input_ids"]
+
+
+def _refused(chats: list[Chat], rows: Sequence[Row], render: Callable[[list[Chat]], Any]) -> str:
     """Names the first row that the template refuses."""
-    for chat, row in zip(chats, rows, strict=False):
+    for chat, row in zip(chats, rows, strict=True):
         try:
             render([chat])
         except (TemplateError, TypeError):
@@ -249,7 +259,7 @@ def _until_end(ids: list[int], end: int, tokenizer: "PreTrainedTokenizerBase") -
 
 def _without_trailing_space(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     stop = len(ids)
-    while stop and not tokenizer.decode(ids[stop - 1 : stop]).strip():
+    while stop and not str(tokenizer.decode(ids[stop - 1 : stop])).strip():
         stop -= 1
     return ids[:stop]
 
@@ -262,7 +272,7 @@ def _end_token(tokenizer: "PreTrainedTokenizerBase", data: SftDataSettings) -> i
     if tokenizer.chat_template and data.chat_template != "never":
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            ids = tokenizer.apply_chat_template([probe], tokenize=True, return_dict=True)["input_ids"][0]
+            (ids,) = _encode([probe], tokenizer, generation_prompt=False)
         except TemplateError:
             return tokenizer.eos_token_id
         ids = _without_trailing_space(ids, tokenizer)
