@@ -329,6 +329,22 @@ def test_tokens_carry_the_version_of_the_weights_that_drew_them(make):
     assert tokens_of(after) != before and after[0, 0].versions == [5] * 5
 
 
+def test_samples_that_start_after_new_weights_see_nothing_of_the_old_ones(make):
+    """Their prompt was computed for the whole group before the weights changed."""
+    request = ask(0, prompt(8), seeds=range(4), max_tokens=6)
+    engine, model = make("llama", max_sequences=2)
+    done = {}
+    for completion in engine.generate([request], deadline_s=60):
+        if len(done) == 1:
+            with torch.no_grad():
+                model.get_input_embeddings().weight.mul_(-1)
+            engine.load_weights(1)
+        done[completion.index] = completion
+    fresh = collect(engine, [request])
+    assert [done[i].ids for i in (2, 3)] == [fresh[0, i].ids for i in (2, 3)]
+    assert done[0].versions + done[1].versions == [0] * 12 and done[3].versions == [1] * 6
+
+
 def test_a_sleeping_engine_refuses_and_wakes(make):
     engine, _ = make("llama")
     stream = engine.generate([ask(0, prompt(4)), ask(1, prompt(4), max_tokens=3)], deadline_s=60)

@@ -45,7 +45,11 @@ def uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rows:
-    """Sampling parameters of N rows as columns [N, 1]; a column that changes no row is none."""
+    """Sampling parameters of N rows as columns [N, 1]; a column that changes no row is none.
+
+    ``candidates`` is how many of the most likely tokens the rank filters look at first, ``sure`` whether those are
+    certain to be enough.
+    """
 
     keys: np.ndarray
     greedy: Tensor | None
@@ -54,6 +58,8 @@ class Rows:
     top_k: Tensor | None
     top_p: Tensor | None
     min_p: Tensor | None
+    candidates: int
+    sure: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> "Rows":
@@ -66,6 +72,7 @@ class Rows:
             dtype = torch.int64 if isinstance(neutral, int) else torch.float64
             return torch.tensor(changed, dtype=dtype, device=device)[:, None]
 
+        nucleus_of_all = any(p.top_p < 1 and p.top_k == 0 and p.temperature > 0 for p in params)
         return cls(
             keys=seed_keys(seeds),
             greedy=torch.tensor(greedy, device=device) if any(greedy) and not all(greedy) else None,
@@ -74,6 +81,8 @@ class Rows:
             top_k=column([p.top_k for p in params], 0),
             top_p=column([p.top_p for p in params], 1.0),
             min_p=column([p.min_p for p in params], 0.0),
+            candidates=max(_FIRST_CANDIDATES if nucleus_of_all else 1, *(p.top_k for p in params)),
+            sure=not nucleus_of_all,
         )
 
 
@@ -126,9 +135,8 @@ def _rank_threshold(logits_NV: Tensor, rows: Rows) -> Tensor:
     if rows.top_k is not None:
         keep = torch.where(rows.top_k > 0, rows.top_k.clamp(max=vocabulary), keep)
     share = torch.ones_like(keep, dtype=torch.float64) if rows.top_p is None else rows.top_p
-    candidates = int(torch.where(keep < vocabulary, keep, torch.where(share < 1, _FIRST_CANDIDATES, 1)).max())
-    threshold, certain = _threshold_among(logits_NV, min(candidates, vocabulary), keep, share)
-    if not bool(certain.all()):
+    threshold, certain = _threshold_among(logits_NV, min(rows.candidates, vocabulary), keep, share)
+    if not rows.sure and not bool(certain.all()):
         threshold, _ = _threshold_among(logits_NV, vocabulary, keep, share)
     return threshold
 

@@ -2,7 +2,7 @@
 
 Owns: the queue, the slots' owners, and every sample's tokens so far. Refuses to know: the model, how tokens are drawn.
 Always holds: a prompt is computed once for all samples of its request (again only if memory ran out); samples start in
-the order they came; the oldest running sample is never set back, so all of them finish.
+the order they came; the oldest running sample is set back only when it is alone, so all of them finish.
 """
 
 from collections import deque
@@ -95,9 +95,8 @@ class Scheduler:
     def make_room(self) -> None:
         """See that every running sample has room for one more token; set back the youngest while memory is short."""
         while not self.cache.promote():
-            holder = next((pending for pending in self._queue if pending.parked), None)
-            if holder is not None:
-                self._drop_parked(holder)
+            if self.cache.parked:
+                self.forget_prompts()
                 continue
             youngest = max(self.cache.owners, key=lambda sample: sample.turn)
             self.cache.sweep(lambda sample, youngest=youngest: sample is youngest)
@@ -143,6 +142,11 @@ class Scheduler:
                 self._queue.remove(pending)
         self.sweep()
         return ended
+
+    def forget_prompts(self) -> None:
+        """Drop the prompts that were computed for waiting samples."""
+        for pending in self._queue:
+            self._drop_parked(pending)
 
     def sweep(self) -> None:
         """Free the slots of finished samples."""

@@ -76,15 +76,20 @@ class TorchEngine:
         if self._asleep:
             raise RuntimeError("the engine sleeps; call wake() before generate()")
         self._check(requests)
-        return self._generate(requests, deadline_s)
+        return self._generate(requests, time.monotonic() + deadline_s)
 
     def abort(self, request_id: int) -> None:
         """End a request's unfinished samples; they come with ``FinishReason.ABORTED``. Others are not disturbed."""
         self._aborted.add(request_id)
 
     def load_weights(self, version: int) -> None:
-        """The module's weights were changed in place; tokens drawn from now on carry ``version``."""
+        """The module's weights were changed in place; tokens drawn from now on carry ``version``.
+
+        Samples that run go on with the keys and values they have; prompts kept for samples yet to start are forgotten.
+        """
         self.version = version
+        if self._scheduler is not None:
+            self._scheduler.forget_prompts()
 
     def sleep(self) -> None:
         """Refuse to generate until ``wake``. The cache holds memory only while ``generate`` runs, so none is left to free.
@@ -100,10 +105,9 @@ class TorchEngine:
         """Allow generating again."""
         self._asleep = False
 
-    def _generate(self, requests: Sequence[Request], deadline_s: float) -> Iterator[Completion]:
+    def _generate(self, requests: Sequence[Request], deadline: float) -> Iterator[Completion]:
         if self._scheduler is not None:
             raise RuntimeError("the engine is generating already; finish or close that iterator first")
-        deadline = time.monotonic() + deadline_s
         longest = max((_kv_tokens(request) for request in requests), default=1)
         count = min(self._max_sequences, sum(len(request.seeds) for request in requests))
         cache = KVCache(self._shape, budget_bytes=self.kv_cache_bytes, longest=longest, max_sequences=count)
