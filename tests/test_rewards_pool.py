@@ -157,6 +157,10 @@ def is_alive(process):
         return False
 
 
+def children_that_run(module):
+    return {p for p in psutil.Process().children() if f"meshloom.rewards.{module}" in " ".join(p.cmdline())}
+
+
 def until(condition, deadline_s=5.0):
     end = time.monotonic() + deadline_s
     while not condition() and time.monotonic() < end:
@@ -218,6 +222,7 @@ def test_numbers_of_every_kind_are_values(pool, action, value):
         ("kill", InvalidReason.DIED, "SIGKILL"),
         ("segfault", InvalidReason.DIED, "SIGSEGV"),
         ("write to sockets:rubbish", InvalidReason.DIED, "channel"),
+        ('write to sockets:[NaN, null, "", {}, 0]', InvalidReason.DIED, "channel"),
         ("close all", InvalidReason.DIED, ""),
         ("spin", InvalidReason.DEADLINE, "0.6 s"),
         ("hang in c", InvalidReason.DEADLINE, "killed"),
@@ -258,6 +263,15 @@ def test_a_thread_left_behind_that_ends_the_process_is_not_charged_to_later_samp
     with RewardPool(settings) as single:
         rewards = single.score([ask("leave killer"), *([ask("sleep:0.03")] * 10)])
     assert [r.value for r in rewards] == [1.0] * 11
+
+
+def test_a_worker_that_died_while_it_waited_costs_no_sample(functions):
+    before = children_that_run("worker")
+    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=5)) as single:
+        (worker,) = children_that_run("worker") - before
+        worker.kill()
+        assert until(lambda: not is_alive(worker))
+        assert [r.value for r in single.score([ask("value:1"), ask("value:2")])] == [1, 2]
 
 
 def test_a_worker_full_of_leftovers_is_replaced(functions):
@@ -345,17 +359,13 @@ def test_nothing_outlives_a_controller_that_is_killed(functions, busy):
     assert until(lambda: not sleepers())
 
 
-def guardians():
-    return {p for p in psutil.Process().children() if "rewards.guardian" in " ".join(p.cmdline())}
-
-
 def test_a_guardian_that_was_killed_comes_back(functions):
-    before = guardians()
+    before = children_that_run("guardian")
     with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=5)) as single:
-        (first,) = guardians() - before
+        (first,) = children_that_run("guardian") - before
         first.kill()
         assert [r.valid for r in single.score([ask("os exit"), ask("value:1")])] == [False, True]
-        (second,) = guardians() - before
+        (second,) = children_that_run("guardian") - before
         assert second != first
 
 

@@ -158,10 +158,11 @@ class Keeper(threading.Thread):
         """Score a batch, or as much of it as the worker survives."""
         if tasks[0].alone and self._worker is not None and self._worker.answered:
             self._drop_worker()
-        done = 0
+        done, sent = 0, False
         try:
             worker = self._ready_worker()
             worker.send(pickle.dumps([task.request for task in tasks]), self._deadline_s)
+            sent = True
             for task in tasks:
                 began = time.monotonic()
                 reward, worker.leftovers = _read_answer(worker.receive(began + self._deadline_s))
@@ -170,23 +171,22 @@ class Keeper(threading.Thread):
                 task.future.set_result(reward)
                 self._cost_s = 0.8 * self._cost_s + 0.2 * max(time.monotonic() - began, 1e-6)
         except WorkerLate:
-            self._fail(
-                tasks[done:], InvalidReason.DEADLINE, f"no result after {self._deadline_s:g} s; its process was killed"
-            )
+            late = f"no result after {self._deadline_s:g} s; its process was killed"
+            self._fail(tasks[done:], InvalidReason.DEADLINE, late, sent)
         except WorkerDied as death:
-            self._fail(tasks[done:], InvalidReason.DIED, str(death))
-        except UserError:
-            self._queue.put_back(tasks)
+            self._fail(tasks[done:], InvalidReason.DIED, str(death), sent)
+        except BaseException:
+            self._queue.put_back(tasks[done:])
             raise
         else:
             if worker.leftovers > _MAX_LEFTOVERS:
                 self._drop_worker()
 
-    def _fail(self, tasks: list[Task], reason: InvalidReason, detail: str) -> None:
-        """The first of ``tasks`` was running when its worker failed: charge it, or try it again alone."""
+    def _fail(self, tasks: list[Task], reason: InvalidReason, detail: str, sent: bool) -> None:
+        """The worker failed at the first of ``tasks``: charge it, or try it again alone where others may be to blame."""
         worker = self._worker
-        others = worker is not None and (worker.leftovers or (reason is InvalidReason.DIED and worker.answered))
-        if self._queue.closed or others:
+        used = worker is not None and (worker.leftovers or (reason is InvalidReason.DIED and worker.answered))
+        if self._queue.closed or ((used or not sent) and not tasks[0].alone):
             tasks[0].alone = True
             self._queue.put_back(tasks)
         else:
@@ -206,6 +206,8 @@ def _read_answer(line: bytes) -> tuple[Reward, int]:
             detail=str(detail),
             parts={str(name): float(part) for name, part in parts.items()},
         )
+        if reward.value is not None and not math.isfinite(reward.value):
+            raise ValueError("not finite")
         return reward, int(leftovers)
     except (ValueError, TypeError, AttributeError) as error:
         raise WorkerDied("the reward function wrote into the channel of its process") from error

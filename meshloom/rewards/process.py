@@ -236,7 +236,7 @@ class Worker:
 
     def _has_more(self) -> bool:
         """Whether anything, if only the end, can be read at once."""
-        with suppress(BlockingIOError):
+        with suppress(OSError):
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             return True
         return False
