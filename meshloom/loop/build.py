@@ -22,26 +22,27 @@ from meshloom.config.settings import (
     SftSettings,
     TrainSettings,
 )
-from meshloom.loop.session import read_cut
-from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFolder
+from meshloom.loop.session import Cut, Session
+from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFolder, check_free
 from meshloom.plan.build import Plan, build_plan
 from meshloom.plan.report import plan_json, plan_text
 from meshloom.rollout.protocol import SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
-from meshloom.train.checkpoint_store import latest_checkpoint, verify
+from meshloom.train.checkpoint_store import latest_checkpoint, require_room, verify
 from meshloom.train.head import plain_model
 from meshloom.train.load import add_lora, end_token_ids, load_model, pick_device, pick_dtype
 from meshloom.train.model import MicrobatchBound, TrainedModel
-from meshloom.train.snapshot import MODEL
+from meshloom.train.snapshot import MODEL, snapshot_bytes
 
 
 def find_checkpoint(settings: TrainSettings | SftSettings) -> Path | None:
     """The newest complete checkpoint of the run to resume; none if it was ended before the first.
 
     Raises:
-        UserError: if there is no run, its settings contradict these, or the checkpoint is damaged.
+        UserError: if there is no run, it is in use, its settings contradict these, or the checkpoint is damaged.
     """
     run_dir = Path(settings.run_dir)
+    check_free(run_dir, resume=True)
     if not (run_dir / SETTINGS_FILE).is_file():
         raise UserError(
             f"there is no run to resume in {run_dir}", where="run_dir", fix="leave --resume out to start it"
@@ -53,19 +54,40 @@ def find_checkpoint(settings: TrainSettings | SftSettings) -> Path | None:
     return checkpoint
 
 
-def open_folder(
-    settings: TrainSettings | SftSettings, plan: Plan, *, resume: bool, checkpoint: Path | None
-) -> RunFolder:
-    """Take the run folder; on resume, drop records that are newer than the checkpoint.
+def open_session(
+    settings: TrainSettings | SftSettings, plan: Plan, model: TrainedModel, *, resume: bool, cut: Cut | None
+) -> Session:
+    """Take the run folder and begin: the first moment at which anything is written.
 
-    Without a checkpoint the run starts anew in its folder, and all records go.
+    On resume, records that are newer than the checkpoint are dropped; without a checkpoint all of them are, and the run
+    starts anew.
+
+    Args:
+        settings: of the run.
+        plan: of the run.
+        model: that checkpoints will hold.
+        resume: whether the folder has a run already.
+        cut: the checkpoint resumed from.
+
+    Raises:
+        UserError: if the disk has no room for a checkpoint, or the folder cannot be taken.
     """
+    require_room(Path(settings.run_dir), snapshot_bytes(model), "a checkpoint")
+    first_step = 0 if cut is None else cut.values["step"]
+    folder = _open_folder(settings, plan, resume=resume, last_step=-1 if cut is None else first_step)
+    session = Session(folder, settings, steps=plan.steps, first_step=first_step)
+    for warning in plan.warnings:
+        session.display.notice(f"warning {warning}")
+    return session
+
+
+def _open_folder(settings: TrainSettings | SftSettings, plan: Plan, *, resume: bool, last_step: int) -> RunFolder:
     described = {"settings": settings, "plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
     if not resume:
         return RunFolder.create(settings.run_dir, **described)
     folder = RunFolder.resume(settings.run_dir)
     try:
-        folder.rewind(-1 if checkpoint is None else read_cut(checkpoint).values["step"])
+        folder.rewind(last_step)
         folder.write_settings(settings)
         folder.write_plan(described["plan_text"], described["plan"])
     except BaseException:

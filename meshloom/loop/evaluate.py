@@ -17,7 +17,7 @@ from meshloom.loop.build import build_actor, build_engine, decoder, sampling_par
 from meshloom.loop.collect import Collector
 from meshloom.loop.validate import Validator
 from meshloom.observe.report import write_report
-from meshloom.observe.run_folder import RunFolder, RunState
+from meshloom.observe.run_folder import RunFolder, RunState, check_free
 from meshloom.observe.timing import PhaseClock, peak_memory
 from meshloom.plan.build import build_plan
 from meshloom.plan.report import plan_json, plan_text
@@ -32,28 +32,29 @@ def run_evaluation(settings: EvalSettings) -> int:
     Raises:
         UserError: if the input is bad; nothing has been written then.
     """
-    metrics = evaluate(settings)
     console = Console()
+    metrics = evaluate(settings, console)
     for name, value in metrics.items():
         console.print(f"{name:24} {value:.6g}", highlight=False)
     console.print(f"samples and report: {settings.run_dir}", highlight=False)
     return 0
 
 
-def evaluate(settings: EvalSettings) -> dict[str, Any]:
+def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
     """The metrics of a model, written to the run folder with its samples and a report."""
     check_model_folder(settings.model.path)
     pick_device(settings.device)
+    check_free(settings.run_dir)
     tokenizer = load_tokenizer(settings.model.path)
     source = settings.data.validation or settings.data.train
-    prompts = render_prompts(load_rows(source, settings.data), tokenizer, settings.data).prompts
+    rendered = render_prompts(load_rows(source, settings.data), tokenizer, settings.data)
+    prompts = rendered.prompts
     plan = build_plan(settings, len(prompts))
     plan.require()
+    if rendered.dropped:
+        console.print(f"{rendered.dropped} prompts longer than data.max_prompt_tokens were dropped", highlight=False)
     with ExitStack() as resources:
         pool = resources.enter_context(RewardPool(settings.reward, {prompt.row.data_source for prompt in prompts}))
-        described = {"plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
-        folder = resources.enter_context(RunFolder.create(settings.run_dir, settings=settings, **described))
-        folder.set_status(RunState.RUNNING, step=0, steps=0)
         bound = MicrobatchBound(settings.data.max_prompt_tokens + settings.rollout.max_response_tokens)
         model = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
         validation, rollout = settings.validation, settings.rollout
@@ -67,6 +68,9 @@ def evaluate(settings: EvalSettings) -> dict[str, Any]:
             seed=settings.seed,
             purpose="validation",
         )
+        described = {"plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
+        folder = resources.enter_context(RunFolder.create(settings.run_dir, settings=settings, **described))
+        folder.set_status(RunState.RUNNING, step=0, steps=0)
         clock = PhaseClock()
         with clock.phase("validate"):
             found = Validator(collector, validation, rollout.deadline_s).run(0)

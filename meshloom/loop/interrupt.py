@@ -4,6 +4,7 @@ Owns: SIGINT and SIGTERM while a run is on. Always holds: the first signal asks 
 run is saved; the second stops now, and what was saved before is untouched.
 """
 
+import _thread
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -13,7 +14,7 @@ class Interrupt:
     """Context that turns signals into a wish to stop.
 
     Args:
-        notice: called with a sentence for the user at the first signal.
+        notice: called with a sentence for the user at the first signal, in a thread of its own.
     """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
@@ -38,4 +39,6 @@ class Interrupt:
         if self.wanted:
             raise KeyboardInterrupt
         self.wanted = True
-        self._notice("stopping at the next boundary, saved; once more to stop now")
+        # The main thread may be inside the very stream the notice goes to, which it cannot enter twice. ``threading`` has a
+        # lock of the same kind.
+        _thread.start_new_thread(self._notice, ("stopping at the next boundary, saved; once more to stop now",))

@@ -16,7 +16,7 @@ from meshloom.data.order import PromptOrder
 from meshloom.loop.buffer import GroupBuffer
 from meshloom.loop.collect import Collected, Collector, Draw, sample_records
 from meshloom.loop.objective import PolicyObjective, learned, update_metrics, with_advantages
-from meshloom.loop.session import Cut, Session, save_due
+from meshloom.loop.session import Cut, Session, due
 from meshloom.loop.step_metrics import batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
 from meshloom.rollout.protocol import Engine
@@ -28,25 +28,34 @@ from meshloom.train.reference import Reference
 from meshloom.train.snapshot import ModelSnapshot
 
 
-@dataclass
-class RLProgram:
-    """The roles of a run and where it stands.
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Who does what. The reference and the validator are there where the settings ask for them."""
 
-    Args:
-        step: steps done.
-        version: of the actor's weights: optimizer updates made.
-        draws: prompts drawn so far.
-    """
-
-    settings: TrainSettings
-    session: Session
     actor: TrainedModel
     reference: Reference | None
     engine: Engine
     collector: Collector
+    validator: Validator | None
+
+
+@dataclass
+class RLProgram:
+    """A run and where it stands.
+
+    Args:
+        order: of the prompts, already where the run stands.
+        step: steps done.
+        version: of the actor's weights: optimizer updates made.
+        draws: prompts drawn so far.
+        accuracy: of the validation after this step, if there was one.
+    """
+
+    settings: TrainSettings
+    session: Session
+    roles: Roles
     order: PromptOrder
     buffer: GroupBuffer
-    validator: Validator | None
     tokenizer: Any
     total_updates: int
     step: int = 0
@@ -56,21 +65,20 @@ class RLProgram:
 
     def run(self) -> int:
         """Train until the last step or the wish to stop; the exit code."""
-        if self.step == 0 and self.validator and self.settings.validation.before_training:
+        if self.step == 0 and self.settings.validation.before_training and not self.session.stop_wanted:
             self.validate()
         while self.step < self.session.steps and not self.session.stop_wanted:
             collected = self.roll_out()
             batch = self.judge(concat(self.buffer.take(self.settings.batch.prompts_per_step)))
             updates, last = self.learn(batch)
-            self.step += 1
+            self.step, self.accuracy = self.step + 1, None
             self.report(batch, collected, updates, last)
-            if self.validator and self._due(self.settings.validation.every_steps):
+            if self.step == self.session.steps or due(self.settings.validation.every_steps, self.step):
                 self.validate()
-            if (
-                save_due(self.settings.checkpoint.every_steps, self.step, self.session.steps)
-                or self.session.stop_wanted
-            ):
+            if due(self.settings.checkpoint.every_steps, self.step):
                 self.save()
+        if self.step > self.session.saved_step:
+            self.save()
         return self.session.end(step=self.step, stopped=self.step < self.session.steps)
 
     def roll_out(self) -> Collected:
@@ -82,7 +90,7 @@ class RLProgram:
             if missing > 0:
                 draws = [Draw(self.draws + i, prompt) for i, prompt in enumerate(self.order.take(missing))]
                 self.draws += missing
-                total = self.collector.collect(draws, deadline_s=self.settings.rollout.deadline_s)
+                total = self.roles.collector.collect(draws, deadline_s=self.settings.rollout.deadline_s)
                 self.buffer.put(total.groups)
         if not len(self.buffer):
             raise RunFault(
@@ -99,41 +107,45 @@ class RLProgram:
         algorithm, temperature = self.settings.algorithm, self.settings.rollout.sampling.temperature
         if self._needs_old_logprob():
             with self.session.clock.phase("log_prob"):
-                batch = batch.with_tokens(old_logprob=self.actor.forward(batch, temperature=temperature)[0])
-        if self.reference is not None:
+                batch = batch.with_tokens(old_logprob=self.roles.actor.forward(batch, temperature=temperature)[0])
+        if self.roles.reference is not None:
             with self.session.clock.phase("reference"):
-                batch = batch.with_tokens(reference_logprob=self.reference.logprobs(batch, temperature=temperature))
+                batch = batch.with_tokens(
+                    reference_logprob=self.roles.reference.logprobs(batch, temperature=temperature)
+                )
         return with_advantages(batch, algorithm)
 
-    def learn(self, batch: Samples) -> tuple[list[dict[str, Any]], StepStats]:
-        """The updates of a step."""
-        reports = []
+    def learn(self, batch: Samples) -> tuple[list[dict[str, Any]], StepStats | None]:
+        """The updates of a step: what each reported, and what the last one did."""
+        reports, last = [], None
         with self.session.clock.phase("update"):
             for update in self.updates(batch):
                 objective = PolicyObjective.of(update, self.settings.algorithm)
                 temperature = self.settings.rollout.sampling.temperature
-                reports.append(self.actor.forward_backward(update, objective, temperature=temperature))
+                reports.append(self.roles.actor.forward_backward(update, objective, temperature=temperature))
                 self._check_gap(reports)
-                last = self.actor.optim_step(self.total_updates)
+                last = self.roles.actor.optim_step(self.total_updates)
                 self.version += 1
-            self.engine.load_weights(self.version)
+            self.roles.engine.load_weights(self.version)
         return reports, last
 
     def updates(self, batch: Samples) -> list[Samples]:
-        """What is learned of the batch, cut by prompts, once for each epoch."""
+        """What is learned of the batch, cut by prompts, once for each epoch. Prompts without a valid sample teach nothing."""
         size = self.settings.batch.prompts_per_update or self.settings.batch.prompts_per_step
         place = torch.unique_consecutive(batch["group"], return_inverse=True)[1]
         count = int(place.max()) // size + 1
         pieces = [learned(batch.select((place // size == i).nonzero().squeeze(-1))) for i in range(count)]
-        return pieces * self.settings.batch.epochs_per_step
+        taught = [piece for piece in pieces if bool(piece["mask"].any())]
+        return taught * self.settings.batch.epochs_per_step
 
-    def report(self, batch: Samples, collected: Collected, updates: list[dict[str, Any]], last: StepStats) -> None:
+    def report(
+        self, batch: Samples, collected: Collected, updates: list[dict[str, Any]], last: StepStats | None
+    ) -> None:
         """Write what the step was."""
         metrics = batch_metrics(batch, threshold=self.settings.validation.success_threshold)
-        metrics |= update_metrics(updates)
+        if last is not None:
+            metrics |= {**update_metrics(updates), "grad_norm": last.grad_norm, "learning_rate": last.learning_rate}
         metrics |= {
-            "grad_norm": last.grad_norm,
-            "learning_rate": last.learning_rate,
             "updates": self.version,
             "weights_version": self.version,
             "epoch": self.order.epoch + self.order.position / self.order.num_prompts,
@@ -145,11 +157,15 @@ class RLProgram:
         self.session.log("train", metrics, step=self.step)
         count = self.settings.logging.samples_per_step
         shown = batch if count is None else batch.select(range(min(count, len(batch))))
-        self.session.folder.log_samples(sample_records(shown, self.collector.prompts, step=self.step, kind="train"))
+        self.session.folder.log_samples(
+            sample_records(shown, self.roles.collector.prompts, step=self.step, kind="train")
+        )
 
     def validate(self) -> None:
+        if self.roles.validator is None:
+            return
         with self.session.clock.phase("validate"):
-            found = self.validator.run(self.step)
+            found = self.roles.validator.run(self.step)
         self.accuracy = found.metrics.get("accuracy")
         self.session.log("validation", found.metrics, step=self.step)
         self.session.folder.log_samples(found.records)
@@ -165,7 +181,6 @@ class RLProgram:
                 "step": self.step,
                 "version": self.version,
                 "draws": self.draws,
-                "accuracy": self.accuracy,
                 "order": self.order.state(),
                 "buffer": {
                     "groups": groups,
@@ -174,22 +189,19 @@ class RLProgram:
                 },
             }
             cut = Cut(values, {f"buffer/{name}": tensor for name, tensor in tensors.items()})
-            self.session.save(ModelSnapshot.take(self.actor, self.tokenizer), cut, step=self.step, score=self.accuracy)
+            self.session.save(
+                ModelSnapshot.take(self.roles.actor, self.tokenizer), cut, step=self.step, score=self.accuracy
+            )
 
     def load(self, cut: Cut) -> None:
         """Stand where a checkpoint was made."""
         values = cut.values
         self.step, self.version, self.draws = values["step"], values["version"], values["draws"]
-        self.accuracy = values["accuracy"]
-        self.order.load(values["order"])
         tensors = {name.split("/", 1)[1]: t for name, t in cut.tensors.items() if name.startswith("buffer/")}
         groups = values["buffer"]["groups"]
         parts = from_parts(tensors, values["buffer"]["meta"]).split(groups) if groups else []
         self.buffer = replace(self.buffer, groups=parts, dropped_stale=values["buffer"]["dropped_stale"])
-        self.engine.load_weights(self.version)
-
-    def _due(self, every_steps: int) -> bool:
-        return self.step == self.session.steps or (every_steps > 0 and self.step % every_steps == 0)
+        self.roles.engine.load_weights(self.version)
 
     def _needs_old_logprob(self) -> bool:
         batch, algorithm = self.settings.batch, self.settings.algorithm

@@ -29,6 +29,7 @@ from meshloom.train.checkpoint_store import CheckpointStore
 from meshloom.train.snapshot import ModelSnapshot
 
 STATE, TENSORS = "state.json", "state.safetensors"
+_CPU_STATE, _GPU_STATE = "torch_random_state", "torch_cuda_random_state"
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,14 @@ class Session:
         settings: of the run.
         steps: of the whole run.
         first_step: steps done before, by the checkpoint resumed from.
+
+    ``saved_step`` is the step of the newest checkpoint, 0 before the first.
     """
 
     def __init__(
         self, folder: RunFolder, settings: TrainSettings | SftSettings, *, steps: int, first_step: int
     ) -> None:
-        self.folder, self.settings, self.steps, self.step = folder, settings, steps, first_step
+        self.folder, self.settings, self.steps, self.saved_step = folder, settings, steps, first_step
         checkpoint: CheckpointSettings = settings.checkpoint
         logging: LoggingSettings = settings.logging
         self._resources = ExitStack()
@@ -114,7 +117,7 @@ class Session:
     def save(self, snapshot: ModelSnapshot, cut: Cut, *, step: int, score: float | None) -> None:
         """Make a checkpoint; in the background if the settings say so."""
         self.folder.sync()
-        tensors = {**cut.tensors, "torch_random_state": torch.get_rng_state()}
+        tensors = {**cut.tensors, **_random_states()}
 
         def write(aside: Path) -> None:
             snapshot.write(aside)
@@ -126,8 +129,9 @@ class Session:
             write,
             score=score,
             asynchronous=self.settings.checkpoint.asynchronous,
-            estimated_bytes=snapshot.num_bytes + sum(t.numel() * t.itemsize for t in tensors.values()),
+            estimated_bytes=snapshot.num_bytes + sum(t.nbytes for t in tensors.values()),
         )
+        self.saved_step = step
 
     def end(self, *, step: int, stopped: bool) -> int:
         """Wait for the last checkpoint, note how the run ended, write the report; the exit code."""
@@ -138,10 +142,23 @@ class Session:
         return 130 if stopped else 0
 
 
-def save_due(every_steps: int, step: int, steps: int) -> bool:
-    """Whether a step ends with a checkpoint."""
-    return step == steps or (every_steps > 0 and step % every_steps == 0)
+def due(every_steps: int, step: int) -> bool:
+    """Whether something that is done every so many steps (0: never) is done after a step."""
+    return every_steps > 0 and step % every_steps == 0
 
 
-def restore_random_state(cut: Cut) -> None:
-    torch.set_rng_state(cut.tensors["torch_random_state"])
+def _random_states() -> dict[str, Tensor]:
+    """States of torch's generators: the processor's, and each GPU's where one is in use."""
+    states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {_CPU_STATE: torch.get_rng_state()} | {f"{_GPU_STATE}/{i}": state for i, state in enumerate(states)}
+
+
+def set_random_states(cut: Cut | None, seed: int) -> None:
+    """Set torch's generators as a checkpoint has them, or by the run's seed if there is none."""
+    torch.manual_seed(seed)
+    if cut is None:
+        return
+    torch.set_rng_state(cut.tensors[_CPU_STATE])
+    for index in range(torch.cuda.device_count()):
+        if (state := cut.tensors.get(f"{_GPU_STATE}/{index}")) is not None:
+            torch.cuda.set_rng_state(state, index)

@@ -3,7 +3,6 @@
 Owns: the loop and its loss: mean negative log-probability over all response tokens of an update. A step is one update.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,9 @@ from meshloom.config.settings import SftSettings
 from meshloom.data.order import PromptOrder
 from meshloom.data.prompts import Supervised, render_supervised
 from meshloom.data.sources import load_rows
-from meshloom.loop.build import build_actor, find_checkpoint, finish_plan, open_folder
-from meshloom.loop.session import Cut, Session, read_cut, restore_random_state, save_due
+from meshloom.loop.build import build_actor, find_checkpoint, finish_plan, open_session
+from meshloom.loop.session import Cut, Session, due, read_cut, set_random_states
+from meshloom.observe.run_folder import check_free
 from meshloom.samples import Samples
 from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
 from meshloom.train.model import LossParts, MicrobatchBound, TrainedModel
@@ -64,8 +64,10 @@ class SftProgram:
         session = self.session
         while self.step < session.steps and not session.stop_wanted:
             self.update()
-            if save_due(self.settings.checkpoint.every_steps, self.step, session.steps) or session.stop_wanted:
+            if due(self.settings.checkpoint.every_steps, self.step):
                 self.save()
+        if self.step > session.saved_step:
+            self.save()
         return session.end(step=self.step, stopped=self.step < session.steps)
 
     def update(self) -> None:
@@ -103,26 +105,25 @@ def run_sft(settings: SftSettings, *, resume: bool) -> int:
     """
     check_model_folder(settings.model.path)
     pick_device(settings.device)
+    check_free(settings.run_dir, resume=resume)
     checkpoint = find_checkpoint(settings) if resume else None
+    cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
-    examples = render_supervised(load_rows(settings.data.train, settings.data), tokenizer, settings.data)
+    rows = load_rows(settings.data.train, settings.data)
+    examples = render_supervised(rows, tokenizer, settings.data)
     plan = finish_plan(settings, len(examples))
-    with ExitStack() as resources:
-        folder = open_folder(settings, plan, resume=resume, checkpoint=checkpoint)
-        first_step = 0 if checkpoint is None else read_cut(checkpoint).values["step"]
-        session = resources.enter_context(Session(folder, settings, steps=plan.steps, first_step=first_step))
-        for warning in plan.warnings:
-            session.display.notice(f"warning {warning}")
-        bound = MicrobatchBound(settings.batch.tokens_per_microbatch, settings.batch.samples_per_microbatch)
-        model = build_actor(
-            settings.model, settings.optimizer, bound, device=settings.device, seed=settings.seed, checkpoint=checkpoint
-        )
-        order = PromptOrder(len(examples), settings.seed, settings.data.shuffle)
+    order = PromptOrder(len(examples), settings.seed, settings.data.shuffle)
+    bound = MicrobatchBound(settings.batch.tokens_per_microbatch, settings.batch.samples_per_microbatch)
+    model = build_actor(
+        settings.model, settings.optimizer, bound, device=settings.device, seed=settings.seed, checkpoint=checkpoint
+    )
+    if cut is not None:
+        order.load(cut.values["order"])
+        restore(model, checkpoint, updates=cut.values["step"])
+    with open_session(settings, plan, model, resume=resume, cut=cut) as session:
+        if dropped := len(rows) - len(examples):
+            session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
         program = SftProgram(settings, session, model, examples, order, tokenizer, plan.updates)
-        if checkpoint is not None:
-            cut = read_cut(checkpoint)
-            program.step = first_step
-            order.load(cut.values["order"])
-            restore(model, checkpoint, updates=first_step)
-            restore_random_state(cut)
+        program.step = 0 if cut is None else cut.values["step"]
+        set_random_states(cut, settings.seed)
         return program.run()

@@ -21,13 +21,14 @@ from meshloom.loop.build import (
     decoder,
     find_checkpoint,
     finish_plan,
-    open_folder,
+    open_session,
     sampling_params,
 )
 from meshloom.loop.collect import Collector
-from meshloom.loop.rl import RLProgram
-from meshloom.loop.session import Session, read_cut, restore_random_state
+from meshloom.loop.rl import RLProgram, Roles
+from meshloom.loop.session import read_cut, set_random_states
 from meshloom.loop.validate import Validator
+from meshloom.observe.run_folder import check_free
 from meshloom.rewards.pool import RewardPool
 from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
@@ -45,21 +46,29 @@ def run_training(settings: TrainSettings, *, resume: bool) -> int:
     """
     check_model_folder(settings.model.path)
     pick_device(settings.device)
+    check_free(settings.run_dir, resume=resume)
     checkpoint = find_checkpoint(settings) if resume else None
+    cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
     prompts, held_out, dropped = _load_prompts(settings, tokenizer)
     plan = finish_plan(settings, len(prompts))
+    order = PromptOrder(len(prompts), settings.seed, settings.data.shuffle)
+    if cut is not None:
+        order.load(cut.values["order"])
     with ExitStack() as resources:
         sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
         pool = resources.enter_context(RewardPool(settings.reward, sources))
-        folder = open_folder(settings, plan, resume=resume, checkpoint=checkpoint)
-        first_step = 0 if checkpoint is None else read_cut(checkpoint).values["step"]
-        session = resources.enter_context(Session(folder, settings, steps=plan.steps, first_step=first_step))
-        for warning in plan.warnings:
-            session.display.notice(f"warning {warning}")
+        roles = _build_roles(settings, pool, tokenizer, prompts, held_out, checkpoint)
+        if cut is not None:
+            restore(roles.actor, checkpoint, updates=cut.values["version"])
+        session = resources.enter_context(open_session(settings, plan, roles.actor, resume=resume, cut=cut))
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
-        program = _assemble(settings, session, pool, tokenizer, prompts, held_out, plan.updates, checkpoint)
+        buffer = GroupBuffer(settings.algorithm.max_lag_versions)
+        program = RLProgram(settings, session, roles, order, buffer, tokenizer, plan.updates)
+        if cut is not None:
+            program.load(cut)
+        set_random_states(cut, settings.seed)
         return program.run()
 
 
@@ -75,16 +84,14 @@ def _load_prompts(
     return train.prompts, held_out.prompts, train.dropped + held_out.dropped
 
 
-def _assemble(
+def _build_roles(
     settings: TrainSettings,
-    session: Session,
     pool: RewardPool,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
     held_out: list[Prompt],
-    total_updates: int,
     checkpoint: Path | None,
-) -> RLProgram:
+) -> Roles:
     bound = MicrobatchBound(settings.batch.tokens_per_microbatch, settings.batch.samples_per_microbatch)
     actor = build_actor(
         settings.model, settings.optimizer, bound, device=settings.device, seed=settings.seed, checkpoint=checkpoint
@@ -99,25 +106,13 @@ def _assemble(
         samples_per_prompt=settings.batch.samples_per_prompt,
         seed=settings.seed,
     )
-    program = RLProgram(
-        settings=settings,
-        session=session,
+    return Roles(
         actor=actor,
         reference=_reference(settings, actor, bound),
         engine=engine,
         collector=collector,
-        order=PromptOrder(len(prompts), settings.seed, settings.data.shuffle),
-        buffer=GroupBuffer(settings.algorithm.max_lag_versions),
         validator=_validator(settings, engine, pool, tokenizer, held_out),
-        tokenizer=tokenizer,
-        total_updates=total_updates,
     )
-    if checkpoint is not None:
-        cut = read_cut(checkpoint)
-        restore(actor, checkpoint, updates=cut.values["version"])
-        program.load(cut)
-        restore_random_state(cut)
-    return program
 
 
 def _reference(settings: TrainSettings, actor: TrainedModel, bound: MicrobatchBound) -> Reference | None:

@@ -10,13 +10,18 @@ from pathlib import Path
 
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
     """Write ``chunks`` aside, bring them to the disk, and rename them over ``path``."""
-    aside = path.with_name(f".{path.name}.new")
+    aside = aside_of(path)
     with aside.open("wb") as file:
         file.writelines(chunks)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
     sync_folder(path.parent)
+
+
+def aside_of(path: Path) -> Path:
+    """Where ``replace_file`` writes what is to become ``path``; a kill leaves it there."""
+    return path.with_name(f".{path.name}.new")
 
 
 def sync_folder(path: Path) -> None:

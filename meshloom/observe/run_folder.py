@@ -17,7 +17,7 @@ from meshloom.config import yaml_text
 from meshloom.config.errors import UserError
 from meshloom.config.load import dump_yaml
 from meshloom.config.settings import Settings
-from meshloom.observe.atomic import replace_file
+from meshloom.observe.atomic import aside_of, replace_file
 from meshloom.observe.lock import LOCK_FILE, FolderLock, is_locked
 from meshloom.observe.records import (
     METRICS_FILE,
@@ -77,17 +77,17 @@ class RunFolder:
             UserError: if the path is no folder, cannot be made, holds something, or is in use by another process.
         """
         folder = Path(path)
-        _refuse_filled(folder)
+        check_free(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(folder)
         except OSError as error:
             raise UserError("the run folder cannot be made", where=str(folder), why=str(error)) from error
         try:
-            _refuse_filled(folder, locked_by_us=True)
+            _refuse_filled(folder)
             run = cls(folder, lock)
-            run.checkpoints.mkdir(exist_ok=True)
             run._write_given(settings, plan_text, plan)
+            run.checkpoints.mkdir(exist_ok=True)
         except BaseException:
             lock.release()
             raise
@@ -176,11 +176,11 @@ class RunFolder:
         self.set_status(state, step=before["step"], steps=before["steps"], reason=reason)
 
     def _write_given(self, settings: Settings | None, plan_text: str | None, plan: Mapping[str, Any] | None) -> None:
-        if plan_text is not None:
-            self.write_plan(plan_text, plan)
-        # Last, since a folder with settings is one that can be resumed.
+        # First, since a folder with settings can be resumed, and one without is free: a kill leaves one or the other.
         if settings is not None:
             self.write_settings(settings)
+        if plan_text is not None:
+            self.write_plan(plan_text, plan)
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -208,14 +208,30 @@ def read_status(path: str | os.PathLike[str]) -> dict[str, Any]:
     return status
 
 
-def _refuse_filled(folder: Path, *, locked_by_us: bool = False) -> None:
+def check_free(path: str | os.PathLike[str], *, resume: bool = False) -> None:
+    """Check, before any work, that a run may take a folder; nothing is written.
+
+    Args:
+        path: of the run folder.
+        resume: it may hold a run.
+
+    Raises:
+        UserError: if the path is no folder, is in use by another process, or holds something it may not.
+    """
+    folder = Path(path)
     if not folder.exists():
         return
     if not folder.is_dir():
         raise UserError("the run folder is a file", where=str(folder), fix="use another run_dir")
-    if not locked_by_us and is_locked(folder):
+    if is_locked(folder):
         FolderLock(folder).release()
-    names = sorted(item.name for item in folder.iterdir() if item.name != LOCK_FILE)
+    if not resume:
+        _refuse_filled(folder)
+
+
+def _refuse_filled(folder: Path) -> None:
+    left_by_a_kill = {LOCK_FILE, aside_of(folder / SETTINGS_FILE).name}
+    names = sorted(item.name for item in folder.iterdir() if item.name not in left_by_a_kill)
     if names:
         shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
         raise UserError(

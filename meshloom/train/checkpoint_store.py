@@ -153,6 +153,28 @@ def _is_complete(checkpoint: Path) -> bool:
     return True
 
 
+def require_room(folder: Path, num_bytes: int, what: str) -> None:
+    """Do nothing if the disk of a folder, which need not be there yet, has room.
+
+    Args:
+        folder: where it is to be written.
+        num_bytes: what it needs; 0 if that is not known.
+        what: is written, for the message.
+
+    Raises:
+        UserError: if there is too little room.
+    """
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    if num_bytes and free < num_bytes + _SPARE_BYTES:
+        raise UserError(
+            f"there is no room for {what}: it needs {format_bytes(num_bytes)}",
+            where=str(folder),
+            why=f"{format_bytes(free)} are free on that disk",
+            fix="free some, lower checkpoint.keep_last or checkpoint.keep_best, or use another run_dir",
+        )
+
+
 class CheckpointStore:
     """The checkpoints of one run. One process at a time writes into the folder.
 
@@ -207,7 +229,7 @@ class CheckpointStore:
         if score is not None and not math.isfinite(score):
             raise ValueError(f"score of step {step} is {score}")
         self.wait()
-        self._require_room(step, estimated_bytes)
+        require_room(self.folder, estimated_bytes, f"the checkpoint of step {step}")
         if asynchronous:
             self._pending = self._writer.submit(self._write, step, write, score)
         else:
@@ -238,16 +260,6 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or none."""
         return latest_checkpoint(self.folder)
-
-    def _require_room(self, step: int, estimated_bytes: int) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if estimated_bytes and free < estimated_bytes + _SPARE_BYTES:
-            raise UserError(
-                f"there is no room for the checkpoint of step {step}: it needs {format_bytes(estimated_bytes)}",
-                where=str(self.folder),
-                why=f"{format_bytes(free)} are free on that disk",
-                fix="free some, lower checkpoint.keep_last or checkpoint.keep_best, or use another run_dir",
-            )
 
     def _write(self, step: int, write: Callable[[Path], None], score: float | None) -> None:
         revisions = [revision for (other, revision), _ in _entries(self.folder) if other == step]

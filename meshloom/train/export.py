@@ -21,12 +21,12 @@ def export_model(source: Path, destination: Path, *, merge: bool = True) -> Path
     """Write the model of a checkpoint as an ordinary folder.
 
     Args:
-        source: a run folder (its newest checkpoint is taken), a checkpoint, or a folder with an adapter.
+        source: a run folder (its newest checkpoint is taken), or a checkpoint.
         destination: must not exist.
         merge: for adapters: add them to the base; false: export the adapter alone, as a peft folder.
 
     Raises:
-        UserError: if there is no complete checkpoint, or the destination exists.
+        UserError: if there is no complete checkpoint, it is damaged, or the destination exists.
     """
     if destination.exists():
         raise UserError(f"{destination} exists", where="destination", fix="another folder, or remove it first")
@@ -48,6 +48,7 @@ def export_model(source: Path, destination: Path, *, merge: bool = True) -> Path
 
 def _checkpoint(source: Path) -> Path:
     if (source / MODEL).is_dir() or (source / ADAPTER).is_dir():
+        verify(source)
         return source
     latest = latest_checkpoint(source / CHECKPOINTS_FOLDER)
     if latest is None:

@@ -31,6 +31,26 @@ def _host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def _saved_weights(model: TrainedModel) -> dict[str, Tensor]:
+    """The tensors a checkpoint holds: all weights, or the adapters'."""
+    if model.settings.lora is None:
+        return dict(model.weights())
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model.module)
+
+
+def snapshot_bytes(model: TrainedModel) -> int:
+    """About what the files of a model's snapshots will take, known before the first update."""
+    unique = {tensor.data_ptr(): tensor for tensor in _saved_weights(model).values()}
+    total = sum(tensor.nbytes for tensor in unique.values())
+    if model.optimizer is not None:
+        for name, master in model.optimizer.masters.items():
+            copies = 2 if master is model.optimizer.parameters[name] else 3
+            total += copies * master.nbytes
+    return total
+
+
 @dataclass(frozen=True)
 class ModelSnapshot:
     """A model between two steps, in host memory."""
@@ -44,12 +64,7 @@ class ModelSnapshot:
     @classmethod
     def take(cls, model: TrainedModel, tokenizer: PreTrainedTokenizerBase) -> "ModelSnapshot":
         """Copy what decides the future of a model."""
-        if model.settings.lora is None:
-            weights = dict(model.weights())
-        else:
-            from peft import get_peft_model_state_dict
-
-            weights = get_peft_model_state_dict(model.module)
+        weights = _saved_weights(model)
         optimizer = {} if model.optimizer is None else model.optimizer.state_tensors()
         updates = 0 if model.optimizer is None else model.optimizer.updates
         return cls(model, tokenizer, _host(weights), _host(optimizer), updates)
