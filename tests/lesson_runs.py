@@ -230,10 +230,17 @@ def whole_checkpoints(run_dir: Path) -> list[int]:
     return [int(path.name.split("-")[1]) for path in named]
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    """Bit for bit: what the checkpoints hold, all samples, and all metrics but measured times and memory."""
-    assert whole_checkpoints(one) == whole_checkpoints(other)
-    for checkpoint in sorted((one / "checkpoints").glob("step-*")):
+def assert_same_run(one: Path, other: Path, *, only_last: bool = False) -> None:
+    """Bit for bit: what the checkpoints hold, all samples, and all metrics but measured times and memory.
+
+    Args:
+        one: a run folder.
+        other: another.
+        only_last: compare the last checkpoints, where the runs were saved after different steps.
+    """
+    first = -1 if only_last else 0
+    assert whole_checkpoints(one)[first:] == whole_checkpoints(other)[first:]
+    for checkpoint in sorted((one / "checkpoints").glob("step-*"))[first:]:
         twin = other / "checkpoints" / checkpoint.name
         files = sorted(path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
         assert files == sorted(path.relative_to(twin) for path in twin.rglob("*") if path.is_file())
