@@ -42,8 +42,8 @@ MEASURED = {"peak_memory_bytes", "tokens_per_second", "response_tokens_per_secon
 """Metrics that are times or memory, and differ between two runs that are the same."""
 
 
-def write_model(folder: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLATE) -> Path:
-    """An ordinary model folder."""
+def write_model(folder: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLATE, lacking: int = 0) -> Path:
+    """An ordinary model folder; ``lacking``: tokens of the tokenizer that the model does not have."""
     letters = dict.fromkeys([*SPECIAL, *LETTERS])
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -52,7 +52,7 @@ def write_model(folder: Path, *, seed: int = 0, template: str | None = CHAT_TEMP
     fast.add_special_tokens({"additional_special_tokens": [SPECIAL[1]]})
     fast.chat_template = template
     config = Qwen3Config(
-        vocab_size=len(letters),
+        vocab_size=len(letters) - lacking,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,

@@ -5,7 +5,7 @@ run folder is touched.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -135,6 +135,21 @@ def build_engine(model: TrainedModel, rollout: RolloutSettings, tokenizer: PreTr
         prefill_tokens=rollout.prefill_tokens,
         decode=decoder(tokenizer),
     )
+
+
+def require_vocabulary(model: TrainedModel, samples: Iterable[Sequence[int]]) -> None:
+    """Check that the model has every token of the data.
+
+    Raises:
+        UserError: if the tokenizer gives tokens that the model does not have.
+    """
+    highest, rows = max(map(max, samples)), len(plain_model(model.module).get_input_embeddings().weight)
+    if highest >= rows:
+        raise UserError(
+            f"the tokenizer gives token {highest}, the model has {rows} tokens, counted from 0",
+            where="model.path",
+            fix="use the tokenizer the model was made with, or resize the model's embeddings",
+        )
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:

@@ -84,6 +84,14 @@ class Collector:
     seed: int
     purpose: str = "train"
 
+    def check(self) -> None:
+        """Let the engine refuse a prompt that it could never answer; nothing is generated.
+
+        Raises:
+            UserError: as ``Engine.generate``.
+        """
+        self.engine.generate(self._requests([Draw(i, i) for i in range(len(self.prompts))]), deadline_s=0.0)
+
     def collect(self, draws: Sequence[Draw], *, deadline_s: float) -> Collected:
         """Generate and score the samples of each draw.
 
@@ -109,18 +117,9 @@ class Collector:
         return result
 
     def _attempt(self, draws: Sequence[Draw], deadline_s: float) -> Iterable[tuple[Draw, Samples | None]]:
-        requests = [
-            Request(
-                id=draw.number,
-                prompt_ids=self.prompts[draw.prompt].ids,
-                params=self.params,
-                seeds=[sample_seed(self.seed, draw.number, k, self.purpose) for k in range(self.samples_per_prompt)],
-            )
-            for draw in draws
-        ]
         by_number = {draw.number: draw for draw in draws}
         finished: dict[int, dict[int, tuple[Completion, str, Scoring]]] = {draw.number: {} for draw in draws}
-        for completion in self.engine.generate(requests, deadline_s=deadline_s):
+        for completion in self.engine.generate(self._requests(draws), deadline_s=deadline_s):
             if completion.finish not in UNFINISHED:
                 prompt = self.prompts[by_number[completion.request_id].prompt]
                 text = self.decode(completion.ids)
@@ -130,6 +129,17 @@ class Collector:
             parts = finished[draw.number]
             whole = len(parts) == self.samples_per_prompt
             yield draw, self._group(draw, [parts[k] for k in range(self.samples_per_prompt)]) if whole else None
+
+    def _requests(self, draws: Sequence[Draw]) -> list[Request]:
+        return [
+            Request(
+                id=draw.number,
+                prompt_ids=self.prompts[draw.prompt].ids,
+                params=self.params,
+                seeds=[sample_seed(self.seed, draw.number, k, self.purpose) for k in range(self.samples_per_prompt)],
+            )
+            for draw in draws
+        ]
 
     def _group(self, draw: Draw, parts: Sequence[tuple[Completion, str, Scoring]]) -> Samples:
         prompt = self.prompts[draw.prompt]

@@ -13,7 +13,7 @@ from rich.console import Console
 from meshloom.config.settings import EvalSettings
 from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
-from meshloom.loop.build import build_actor, build_engine, decoder, sampling_params
+from meshloom.loop.build import build_actor, build_engine, decoder, require_vocabulary, sampling_params
 from meshloom.loop.collect import Collector
 from meshloom.loop.validate import Validator
 from meshloom.observe.report import write_report
@@ -68,6 +68,8 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
             seed=settings.seed,
             purpose="validation",
         )
+        require_vocabulary(model, (prompt.ids for prompt in prompts))
+        collector.check()
         described = {"plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
         folder = resources.enter_context(RunFolder.create(settings.run_dir, settings=settings, **described))
         folder.set_status(RunState.RUNNING, step=0, steps=0)

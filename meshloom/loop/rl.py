@@ -38,6 +38,12 @@ class Roles:
     collector: Collector
     validator: Validator | None
 
+    def check(self) -> None:
+        """Refuse prompts that the engine could never answer."""
+        self.collector.check()
+        if self.validator is not None:
+            self.validator.collector.check()
+
 
 @dataclass
 class RLProgram:

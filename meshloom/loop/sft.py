@@ -14,7 +14,7 @@ from meshloom.config.settings import SftSettings
 from meshloom.data.order import PromptOrder
 from meshloom.data.prompts import Supervised, render_supervised
 from meshloom.data.sources import load_rows
-from meshloom.loop.build import build_actor, find_checkpoint, finish_plan, open_session
+from meshloom.loop.build import build_actor, find_checkpoint, finish_plan, open_session, require_vocabulary
 from meshloom.loop.session import Cut, Session, due, read_cut, set_random_states
 from meshloom.observe.run_folder import check_free
 from meshloom.samples import Samples
@@ -117,6 +117,7 @@ def run_sft(settings: SftSettings, *, resume: bool) -> int:
     model = build_actor(
         settings.model, settings.optimizer, bound, device=settings.device, seed=settings.seed, checkpoint=checkpoint
     )
+    require_vocabulary(model, (example.ids for example in examples))
     if cut is not None:
         order.load(cut.values["order"])
         restore(model, checkpoint, updates=cut.values["step"])

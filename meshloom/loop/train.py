@@ -22,6 +22,7 @@ from meshloom.loop.build import (
     find_checkpoint,
     finish_plan,
     open_session,
+    require_vocabulary,
     sampling_params,
 )
 from meshloom.loop.collect import Collector
@@ -59,6 +60,8 @@ def run_training(settings: TrainSettings, *, resume: bool) -> int:
         sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
         pool = resources.enter_context(RewardPool(settings.reward, sources))
         roles = _build_roles(settings, pool, tokenizer, prompts, held_out, checkpoint)
+        require_vocabulary(roles.actor, (prompt.ids for prompt in (*prompts, *held_out)))
+        roles.check()
         if cut is not None:
             restore(roles.actor, checkpoint, updates=cut.values["version"])
         session = resources.enter_context(open_session(settings, plan, roles.actor, resume=resume, cut=cut))
