@@ -4,7 +4,7 @@ Owns: packed forward and backward on one device, the optimizer step, what of the
 know: which algorithm calls it. Always holds: the result does not depend on how samples are packed; every parameter that
 should train has a gradient after the first update.
 
-Legend: T tokens of a packed microbatch, N of them predicted, D hidden.
+Legend: T tokens of a packed microbatch, C of them computed, N of them predicted, D hidden.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.config.settings import ModelSettings, OptimizerSettings
-from meshloom.samples import Samples, concat, pack
-from meshloom.train.attention import PackedAttention
+from meshloom.samples import Samples, concat
 from meshloom.train.head import OutputHead, decoder_of
 from meshloom.train.logprobs import logprobs_and_entropy
 from meshloom.train.optimizer import Optimizer, StepStats
+from meshloom.train.sharing import Computed, pack_samples
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TrainedModel:
         with torch.no_grad(), nullcontext() if adapters else self.module.disable_adapter():
             for indices in packed:
                 microbatch = samples.select(indices)
-                logprob_T, entropy_T = self._predict(microbatch.to(self.device), temperature)
+                logprob_T, entropy_T = self._predict(microbatch, temperature)
                 parts.append(Samples(microbatch.lengths, {"logprob": logprob_T.cpu(), "entropy": entropy_T.cpu()}))
         order = torch.tensor([i for indices in packed for i in indices])
         together = concat(parts).select(order.argsort())
@@ -109,8 +109,9 @@ class TrainedModel:
         self.module.train(self.settings.gradient_checkpointing or self.settings.lora is not None)
         merged: dict[str, Any] = {}
         for indices in self._pack(samples):
-            microbatch = samples.select(indices).to(self.device)
-            parts = loss(microbatch, *self._predict(microbatch, temperature))
+            microbatch = samples.select(indices)
+            predicted = self._predict(microbatch, temperature)
+            parts = loss(microbatch.to(self.device), *predicted)
             parts.total.backward()
             for name, value in {"loss": parts.total.detach(), **parts.stats}.items():
                 merged[name] = merged[name] + value if name in merged else value
@@ -140,23 +141,21 @@ class TrainedModel:
     def _pack(self, samples: Samples) -> list[list[int]]:
         if bool(samples["mask"][samples.offsets[:-1]].any()):
             raise ValueError("the first token of a sample cannot be trained on: nothing comes before it")
-        return pack(
-            samples.lengths.tolist(), tokens_per_microbatch=self.bound.tokens, samples_per_microbatch=self.bound.samples
-        )
+        return pack_samples(samples, tokens_per_microbatch=self.bound.tokens, samples_per_microbatch=self.bound.samples)
 
     def _predict(self, microbatch: Samples, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy [T] of a microbatch on the device. Only rows that predict a masked token meet the head."""
-        ids_T, mask_T = microbatch["ids"], microbatch["mask"]
-        hidden_TD = self.decoder(
-            input_ids=ids_T[None],
-            position_ids=microbatch.positions.to(self.device)[None],
-            layout=PackedAttention(microbatch.lengths.tolist()),
+        computed = Computed.of(microbatch).to(self.device)
+        ids_T, target_N = microbatch["ids"].to(self.device), microbatch["mask"].nonzero().squeeze(-1).to(self.device)
+        hidden_CD = self.decoder(
+            input_ids=ids_T[computed.tokens_C][None],
+            position_ids=computed.positions_C[None],
+            layout=computed.layout(),
             use_cache=False,
         ).last_hidden_state[0]
-        target_N = mask_T.nonzero().squeeze(-1)
         logprob_N, entropy_N = logprobs_and_entropy(
             self.head,
-            hidden_TD[target_N - 1],
+            hidden_CD[computed.predictor_N],
             ids_T[target_N],
             temperature=temperature,
             chunk_bytes=self.settings.logits_chunk_bytes,
