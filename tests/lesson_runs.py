@@ -29,6 +29,9 @@ from meshloom.lesson.model import CHAT_TEMPLATE
 from meshloom.observe.records import read_metrics
 from meshloom.train.checkpoint_store import complete_checkpoints, verify
 
+# Threads that wait for each other cost a tiny model more than they bring.
+torch.set_num_threads(1)
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LETTERS = "0123456789+-= \nabcdefghijklmnopqrstuvwxyz"
 REWARD = """\
@@ -171,7 +174,6 @@ def _run(args: list[str], output: str) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     raise SystemExit(main(args))
 
