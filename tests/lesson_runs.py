@@ -194,15 +194,28 @@ def go_on(settings: TrainSettings | SftSettings) -> list[str]:
     return command(settings, *(["--resume"] if there else []))
 
 
-def kill(process: BaseProcess) -> None:
-    """SIGKILL; then nothing the process had started may live on."""
-    parent = psutil.Process(process.pid)
-    parent.suspend()
-    children = parent.children(recursive=True)
+def kill(process: BaseProcess) -> bool:
+    """SIGKILL; then nothing the process had started may live on. False if it had ended by itself."""
+    children: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        parent.suspend()
+        children = parent.children(recursive=True)
     process.kill()
     process.join(30)
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive, f"processes survive the run: {alive}"
+    until = time.monotonic() + 20
+    while alive := [child for child in children if lives(child)]:
+        assert time.monotonic() < until, f"processes survive the run: {alive}"
+        time.sleep(0.005)
+    return process.exitcode == -signal.SIGKILL
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended and is not yet waited for by its parent does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_until(happened: Callable[[], Any], process: BaseProcess, timeout: float = 40.0) -> bool:

@@ -52,10 +52,8 @@ def kill_while_running(settings: TrainSettings | SftSettings, after_s: float, ou
     before = max(whole_checkpoints(run_dir), default=0)
     process = start(go_on(settings), output)
     process.join(after_s)
-    on = process.is_alive()
-    if on:
-        kill(process)
-    elif process.exitcode != 0:
+    on = kill(process)
+    if not on and process.exitcode != 0:
         pytest.fail(f"the run failed:\n{output.read_text()}")
     newest = max(whole_checkpoints(run_dir), default=0)
     # A save waits for the one before it, so only the newest can be missing.
@@ -94,7 +92,7 @@ def test_killed_while_a_checkpoint_is_written(inputs: Path, uninterrupted: tuple
     process = start(command(settings), output)
     checkpoints = inputs / f"writing-{step}" / "checkpoints"
     assert wait_until(lambda: list(checkpoints.glob(f".writing-step-00000{step}-*")), process), output.read_text()
-    kill(process)
+    assert kill(process)
     assert step - 1 in [0, *whole_checkpoints(checkpoints.parent)]
     assert finish(go_on(settings), output) == 0, output.read_text()
     assert_same_run(uninterrupted[0], checkpoints.parent)
@@ -107,7 +105,7 @@ def test_killed_before_the_first_checkpoint_it_starts_anew(inputs: Path) -> None
     settings = train_settings(inputs, inputs / "late-killed", *late)
     process = start(command(settings), inputs / "late.out")
     assert wait_until(lambda: 3 in steps_logged(inputs / "late-killed"), process)
-    kill(process)
+    assert kill(process)
     assert whole_checkpoints(inputs / "late-killed") == []
     assert finish(command(settings, "--resume"), inputs / "late.out") == 0
     assert_same_run(inputs / "late", inputs / "late-killed")
