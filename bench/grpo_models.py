@@ -5,8 +5,9 @@ Usage: python bench/grpo_models.py WORKLOAD FOLDER
 ``lesson`` is the quickstart's small model, warmed with worked solutions, on the quickstart's problems. ``large`` and
 ``tiny`` have no training behind them: their weights are random, but for a few that decide how long a response gets, so
 that lengths are long-tailed from the first step and need no luck. Half of the vocabulary belongs to short responses,
-half to long ones; a token is followed by one of its own half, or by the end token with a chance of 1/10 or 1/80 (``large``).
-The lengths are so a mixture of two geometric distributions. Nothing of the model's computation is left out.
+half to long ones; the prompt's last token leads to either with the same chance, and each token to one of its own half, or to
+the end token with a chance of 1/10 or 1/80 (``large``). The lengths are so a mixture of two geometric distributions.
+Nothing of the model's computation is left out.
 """
 
 import json
@@ -30,7 +31,7 @@ from meshloom.lesson.settings import SFT_FILE, write_settings
 from meshloom.loop.sft import run_sft
 from meshloom.train.export import export_model
 
-NUM_PROMPTS = 64
+NUM_PROMPTS, PROMPT_TOKENS = 64, 32
 SPECIAL = ("<pad>", "<end>", "<start>")
 # A token's own half is e^6 times as likely to follow as the other half.
 PULL = 3.0
@@ -89,20 +90,24 @@ def untrained(folder: Path, shape: Shape) -> None:
     with torch.no_grad():
         set_lengths(model, half, shape)
     model.save_pretrained(folder / "model")
-    chosen = torch.randint(0, len(words), (NUM_PROMPTS, 16)).tolist()
-    write_prompts(folder, [(" ".join(words[i] for i in prompt), "") for prompt in chosen])
+    chosen = torch.randint(0, len(words), (NUM_PROMPTS, PROMPT_TOKENS - 1)).tolist()
+    write_prompts(folder, [(" ".join([*(words[i] for i in prompt), SPECIAL[2]]), "") for prompt in chosen])
 
 
 def set_lengths(model: Qwen3ForCausalLM, half: int, shape: Shape) -> None:
     """Make the end token as likely as the wanted mean lengths say, after a token of either half.
 
     Two of the hidden dimensions are kept for this: one is −1 or +1 by the token's half, the other always 1. Embeddings
-    are large beside what random layers add, so the final norm gives back nearly the token's own embedding.
+    are large beside what the random layers add, so the final norm gives back nearly the token's own embedding.
     """
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(0.1)
+        layer.mlp.down_proj.weight.mul_(0.1)
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     embedding.normal_()
     embedding[:, -2:] = 1.0
     embedding[len(SPECIAL) : len(SPECIAL) + half, -2] = -1.0
+    embedding[2, -2] = 0.0
     head[:, -2:] = 0.0
     head[:, -2] = PULL
     head[len(SPECIAL) : len(SPECIAL) + half, -2] = -PULL

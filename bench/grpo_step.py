@@ -46,7 +46,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "lesson": dict(model="lesson", prompts_per_step=64, max_response_tokens=40, equal_lengths=False),
     "lesson-equal": dict(model="lesson", prompts_per_step=64, max_response_tokens=32, equal_lengths=True),
     "long-tailed": dict(model="large", prompts_per_step=6, max_response_tokens=192, equal_lengths=False),
-    "equal": dict(model="large", prompts_per_step=6, max_response_tokens=48, equal_lengths=True),
+    "equal": dict(model="large", prompts_per_step=6, max_response_tokens=64, equal_lengths=True),
     "tiny": dict(model="tiny", prompts_per_step=2, max_response_tokens=16, equal_lengths=False),
 }
 # Samples of a backward pass, as a share of a step's, and the ways TRL generates and keeps activations.

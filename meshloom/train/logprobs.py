@@ -45,12 +45,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         lse_N, entropy_N = torch.empty_like(logprob_N), torch.empty_like(logprob_N)
         for at in range(0, len(hidden_ND), rows):
             part = slice(at, at + rows)
-            z_CV = head.logits(hidden_ND[part]) / temperature
-            lse_C = torch.logsumexp(z_CV, -1)
-            logprob_N[part] = z_CV.gather(-1, targets_N[part, None]).squeeze(-1) - lse_C
-            expected_C = torch.einsum("cv,cv->c", (z_CV - lse_C[:, None]).exp_(), z_CV)
-            entropy_N[part] = lse_C - expected_C
-            lse_N[part] = lse_C
+            z_CV = _scaled(head.logits(hidden_ND[part]), temperature)
+            highest_C = z_CV.amax(-1)
+            z_CV -= highest_C[:, None]
+            e_CV = z_CV.exp()
+            sum_C = e_CV.sum(-1)
+            log_sum_C = sum_C.log()
+            logprob_N[part] = z_CV.gather(-1, targets_N[part, None]).squeeze(-1) - log_sum_C
+            entropy_N[part] = log_sum_C - torch.einsum("cv,cv->c", e_CV, z_CV) / sum_C
+            lse_N[part] = highest_C + log_sum_C
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N)
         ctx.head, ctx.temperature, ctx.rows = head, temperature, rows
         ctx.set_materialize_grads(False)
@@ -70,22 +73,39 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(at, at + ctx.rows)
             hidden_CD = hidden_ND[part]
             logits_CV = head.logits(hidden_CD)
-            logp_CV = logits_CV / temperature - lse_N[part, None]
-            p_CV = logp_CV.exp()
-            g_CV = p_CV * -grad_logprob_N[part, None]
-            if grad_entropy_N is not None:
-                g_CV -= grad_entropy_N[part, None] * p_CV * (logp_CV + entropy_N[part, None])
-            g_CV.scatter_add_(-1, targets_N[part, None], grad_logprob_N[part, None])
-            g_CV *= head.scale / temperature
+            slope = head.scale / temperature
             if head.softcap is not None:
-                g_CV *= 1 - (logits_CV / head.softcap).square()
+                slope = slope * (1 - (logits_CV / head.softcap).square())
+            logp_CV = _scaled(logits_CV, temperature).sub_(lse_N[part, None])
+            grad_C = grad_logprob_N[part, None]
+            if grad_entropy_N is None:
+                g_CV = logp_CV.exp_().mul_(-grad_C)
+            else:
+                p_CV = logp_CV.exp()
+                g_CV = logp_CV.add_(entropy_N[part, None]).mul_(-grad_entropy_N[part, None]).sub_(grad_C).mul_(p_CV)
+            g_CV.scatter_add_(-1, targets_N[part, None], grad_C)
+            if head.softcap is not None or slope != 1.0:
+                g_CV *= slope
             narrow_CV = g_CV.to(weight_VD.dtype)
             if grad_hidden_ND is not None:
                 grad_hidden_ND[part] = narrow_CV @ weight_VD
             if grad_weight_VD is not None:
-                grad_weight_VD += narrow_CV.T @ hidden_CD
+                _add_product(grad_weight_VD, narrow_CV.T, hidden_CD)
             if grad_bias_V is not None:
                 grad_bias_V += g_CV.sum(0)
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
         return grad_hidden_ND, grad_weight, grad_bias, None, None, None, None
+
+
+def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:
+    """Logits divided by the temperature, in place: they are a fresh tensor, and each pass over them costs."""
+    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product to a total that may be wider."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
