@@ -60,7 +60,11 @@ def settings_of(spec: dict[str, Any], run_dir: Path, prompts: Path) -> TrainSett
             "model": {"path": spec["model"], "dtype": "float32"},
             "data": {"train": {"files": [str(prompts)]}},
             "reward": {"function": f"{Path(__file__).with_name('grpo_reward.py')}:score"},
-            "rollout": {"max_response_tokens": spec["max_response_tokens"], "ignore_eos": spec["equal_lengths"]},
+            "rollout": {
+                "max_response_tokens": spec["max_response_tokens"],
+                "ignore_eos": spec["equal_lengths"],
+                "max_sequences": spec["prompts_per_step"] * spec["samples_per_prompt"],
+            },
             "batch": {
                 "prompts_per_step": spec["prompts_per_step"],
                 "samples_per_prompt": spec["samples_per_prompt"],

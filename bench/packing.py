@@ -2,7 +2,8 @@
 
 Usage: python bench/packing.py [--tiny] [--threads N] [--models 1M 50M]
 
-Samples with long-tailed or equal response lengths are cut into microbatches of whole samples. Packed is
+Samples with long-tailed or equal response lengths, or in groups of eight that share a prompt and have long-tailed responses
+(as in GRPO), are cut into microbatches of whole samples. Packed is
 ``TrainedModel.forward_backward`` as runs use it. Padded is the same model with transformers' own attention (sdpa), right
 padding and an attention mask, in three kinds: on packed's own microbatches with logits at every place; the same with our
 chunked log-probs where a token is predicted, which leaves the padding itself as the only difference; and with samples of
@@ -34,12 +35,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshloom.config.settings import ModelSettings, OptimizerSettings
-from meshloom.samples import Samples, pack
+from meshloom.samples import Samples
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import OutputHead
 from meshloom.train.logprobs import logprobs_and_entropy
 from meshloom.train.model import LossParts, MicrobatchBound, TrainedModel
+from meshloom.train.sharing import Computed, pack_samples
 
+GROUPS, GROUP = "groups", 8
 CHUNK_BYTES = ModelSettings(path="-").logits_chunk_bytes
 PACKED, WHOLE, CHUNKED, SORTED = "packed", "padded", "padded, chunked head", "padded, similar lengths"
 SIDES = (PACKED, WHOLE, CHUNKED, SORTED)
@@ -58,23 +61,23 @@ class Case:
     def samples(self) -> Samples:
         """Prompts of 16 to 64 tokens and responses, with a weight for each predicted token."""
         random = torch.Generator().manual_seed(0)
-        responses = torch.tensor(lengths_of(self.kind, self.count, self.longest))
-        prompts = torch.randint(16, 65, (self.count,), generator=random)
-        if self.kind == "equal":
-            prompts.fill_(40)
-        lengths = prompts + responses
-        total = int(lengths.sum())
-        samples = Samples(
-            lengths, {"ids": torch.randint(1, MODELS[self.model]["vocab_size"], (total,), generator=random)}
-        )
-        mask = samples.positions >= torch.repeat_interleave(prompts, lengths)
-        return samples.with_tokens(mask=mask, weight=torch.randn(total, generator=random) / total)
+        vocabulary, repeat = MODELS[self.model]["vocab_size"], GROUP if self.kind == GROUPS else 1
+        ids, mask = [], []
+        for i, response in enumerate(lengths_of(self.kind, self.count, self.longest)):
+            if i % repeat == 0:
+                size = 40 if self.kind == "equal" else int(torch.randint(16, 65, (), generator=random))
+                prompt = torch.randint(1, vocabulary, (size,), generator=random)
+            ids.append(torch.cat([prompt, torch.randint(1, vocabulary, (response,), generator=random)]))
+            mask.append(torch.arange(len(ids[-1])) >= len(prompt))
+        samples = Samples(torch.tensor([len(x) for x in ids]), {"ids": torch.cat(ids), "mask": torch.cat(mask)})
+        weight = torch.randn(samples.num_tokens, generator=random) / samples.num_tokens
+        return samples.with_tokens(weight=weight)
 
     def microbatches(self, samples: Samples, side: str) -> list[list[int]]:
         """Samples that are computed together."""
         lengths = samples.lengths.tolist()
         if side != SORTED:
-            return pack(lengths, tokens_per_microbatch=self.tokens_per_microbatch)
+            return pack_samples(samples, tokens_per_microbatch=self.tokens_per_microbatch, samples_per_microbatch=None)
         return list(_by_length(lengths, self.tokens_per_microbatch))
 
 
@@ -182,7 +185,9 @@ def work(case: Case, samples: Samples, side: str) -> tuple[int, int, int]:
     """Tokens in the linear layers, pairs in attention, and rows of the head, that a side computes."""
     lengths, predicted = samples.lengths, int(samples["mask"].sum())
     if side == PACKED:
-        return samples.num_tokens, int(lengths.square().sum()), predicted
+        parts = [Computed.of(samples.select(indices)) for indices in case.microbatches(samples, side)]
+        pairs = sum(length**2 for part in parts for length in part.lengths)
+        return sum(len(part.tokens_C) for part in parts), pairs, predicted
     shapes = [(len(b), int(lengths[b].max())) for b in case.microbatches(samples, side)]
     tokens, pairs = sum(n * width for n, width in shapes), sum(n * width**2 for n, width in shapes)
     return tokens, pairs, predicted if side == CHUNKED else tokens
@@ -229,7 +234,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     console = Console(width=max(Console().width, 128))
-    for kind in ("long-tailed", "equal"):
+    for kind in ("long-tailed", "equal", GROUPS):
         if options.tiny:
             case = Case(model="tiny", kind=kind, count=4, longest=24, tokens_per_microbatch=256)
             compare(console, case, 1, with_memory=False)
