@@ -21,15 +21,15 @@ _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _PIECES = r"\d|[^\s\w]| ?\p{L}+|\s"
 
 
-def build_model(folder: Path, worked: Path, *, seed: int) -> Path:
+def build_model(folder: Path, examples: Path, *, seed: int) -> Path:
     """Write the folder.
 
     Args:
         folder: to be made.
-        worked: worked examples; the vocabulary is learned from their text.
+        examples: problems with responses; the vocabulary is learned from their text.
         seed: of the random weights.
     """
-    tokenizer = _tokenizer(_texts(worked))
+    tokenizer = _tokenizer(_texts(examples))
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -52,8 +52,8 @@ def build_model(folder: Path, worked: Path, *, seed: int) -> Path:
     return folder
 
 
-def _texts(worked: Path) -> Iterable[str]:
-    for line in worked.read_text(encoding="utf-8").splitlines():
+def _texts(examples: Path) -> Iterable[str]:
+    for line in examples.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         yield f"user\n{row['prompt'][0]['content']}\nassistant\n{row['response']}"
 

@@ -1,10 +1,13 @@
 """The lesson's problems: sums and differences of two two-digit numbers, made and judged by reasoning-gym.
 
-Owns: which problems are worked examples, which are trained on, which are held out, and the worked solutions. Always holds:
-no problem is in two of the three sets.
+Owns: which problems are examples, which are trained on, which are held out, and what the examples show. Some are worked digit
+by digit, and right; most are guessed at a glance, dropping carries and borrows, and right four times in ten. Supervised
+fine-tuning learns both ways, and answers at a glance. Reinforcement learning has only the verifier, and finds out that
+working pays. Always holds: no problem is in two of the three sets.
 """
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,36 +18,54 @@ from meshloom.data.sources import load_rows
 
 TASK = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 NUM_HELD_OUT = 500
+GUESSED_SHARE = 0.65
 
 
 @dataclass(frozen=True)
 class LessonData:
     """Files of the lesson, one JSON object a line, in verl's row format."""
 
-    worked: Path
+    examples: Path
     train: Path
     held_out: Path
 
 
-def write_problems(folder: Path, *, seed: int, num_worked: int, num_train: int) -> LessonData:
+def write_problems(folder: Path, *, seed: int, num_examples: int, num_train: int) -> LessonData:
     """Generate distinct problems and write the three sets.
 
     Args:
         folder: made if it is not there.
         seed: other seeds give other problems.
-        num_worked: problems with a worked solution, for supervised fine-tuning.
+        num_examples: problems with a response, for supervised fine-tuning.
         num_train: problems for reinforcement learning.
     """
-    wanted = NUM_HELD_OUT + num_worked + num_train
+    wanted = NUM_HELD_OUT + num_examples + num_train
     source = SourceSettings(reasoning_gym="chain_sum", task=TASK, size=4 * wanted, seed=seed * 10_000_019)
     rows = list({row.prompt: row for row in load_rows(source, DataSettings(train=source))}.values())[:wanted]
     folder.mkdir(parents=True, exist_ok=True)
-    data = LessonData(folder / "worked.jsonl", folder / "train.jsonl", folder / "held_out.jsonl")
+    data = LessonData(folder / "examples.jsonl", folder / "train.jsonl", folder / "held_out.jsonl")
     _write(data.held_out, [_record(row) for row in rows[:NUM_HELD_OUT]])
-    worked = rows[NUM_HELD_OUT : NUM_HELD_OUT + num_worked]
-    _write(data.worked, [{**_record(row), "response": worked_solution(row.extra["metadata"]["expression"])} for row in worked])
-    _write(data.train, [_record(row) for row in rows[NUM_HELD_OUT + num_worked :]])
+    _write(data.train, [_record(row) for row in rows[NUM_HELD_OUT + num_examples :]])
+    choice = random.Random(seed)
+    examples = [
+        {**_record(row), "response": _response(row.extra["metadata"]["expression"], guess=choice.random() < GUESSED_SHARE)}
+        for row in rows[NUM_HELD_OUT : NUM_HELD_OUT + num_examples]
+    ]
+    _write(data.examples, examples)
     return data
+
+
+def _response(expression: str, *, guess: bool) -> str:
+    return glance(expression) if guess else worked_solution(expression)
+
+
+def glance(expression: str) -> str:
+    """A guess: each column by itself, no carries, and the smaller digit from the larger one, whichever it belongs to."""
+    left, operator, right = expression.split()
+    a, b = int(left), int(right)
+    if operator == "+":
+        return f"<answer>{10 * (a // 10 + b // 10) + (a + b) % 10}</answer>"
+    return f"<answer>{10 * abs(a // 10 - b // 10) + abs(a % 10 - b % 10)}</answer>"
 
 
 def worked_solution(expression: str) -> str:

@@ -41,8 +41,8 @@ def _sft(root: Path, base: Path, data: LessonData, seed: int, small: bool) -> di
         "run_dir": str(root / "sft"),
         "seed": seed,
         "model": {"path": str(base)},
-        "data": {**_data(data.worked), "max_response_tokens": 64},
-        "batch": {"samples_per_update": 128 if small else 32, "steps": 170 if small else 40},
+        "data": {**_data(data.examples), "max_response_tokens": 64},
+        "batch": {"samples_per_update": 128 if small else 32, "steps": 580 if small else 40},
         "optimizer": {
             "lr": 2e-3 if small else 2e-5,
             "warmup_updates": 10,
@@ -62,10 +62,9 @@ def _grpo(root: Path, warm: Path, data: LessonData, seed: int, small: bool) -> d
         "reward": {"function": "reasoning_gym"},
         "rollout": {"max_response_tokens": 40, "max_sequences": 512},
         "algorithm": {"advantage": "grpo", "policy_loss": "ppo", "kl": "loss", "kl_coefficient": 0.001},
-        "batch": {"prompts_per_step": 64, "samples_per_prompt": 8, "steps": 60},
+        "batch": {"prompts_per_step": 64, "samples_per_prompt": 8, "steps": 70},
         "optimizer": {
-            "lr": 3e-4 if small else 2e-6,
-            "betas": [0.9, 0.99],
+            "lr": 2e-4 if small else 2e-6,
             "weight_decay": 0.0,
             "warmup_updates": 10,
         },

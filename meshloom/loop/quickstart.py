@@ -22,7 +22,7 @@ from meshloom.observe.summary import print_summary
 from meshloom.train.export import export_model
 
 GOAL = 0.9
-NUM_WORKED, NUM_TRAIN = 4000, 6000
+NUM_EXAMPLES, NUM_TRAIN = 6000, 6000
 
 
 def run_quickstart(directory: Path, seed: int, model: Path | None) -> int:
@@ -47,10 +47,10 @@ def run_quickstart(directory: Path, seed: int, model: Path | None) -> int:
     console = Console()
     root = directory.resolve()
     warm = root / "warm"
-    data = write_problems(root / "data", seed=seed, num_worked=NUM_WORKED, num_train=NUM_TRAIN)
-    base = model.resolve() if model is not None else build_model(root / "base", data.worked, seed=seed)
+    data = write_problems(root / "data", seed=seed, num_examples=NUM_EXAMPLES, num_train=NUM_TRAIN)
+    base = model.resolve() if model is not None else build_model(root / "base", data.examples, seed=seed)
     write_settings(root, base=base, warm=warm, data=data, seed=seed, small=model is None)
-    console.print(f"1/2  warm-up: supervised fine-tuning on worked solutions ({SFT_FILE})", highlight=False)
+    console.print(f"1/2  warm-up: supervised fine-tuning on examples ({SFT_FILE})", highlight=False)
     code = run_sft(load_settings(SftSettings, root / SFT_FILE), resume=False)
     if code:
         return code
