@@ -4,7 +4,6 @@ Owns: what a usable folder is, and the errors when it is not one. Refuses to kno
 holds: weights come from safetensors only; nothing is fetched; no code of the folder runs.
 """
 
-import json
 from pathlib import Path
 
 import torch
@@ -13,14 +12,13 @@ from transformers.utils import logging as transformers_logging
 
 from meshloom.config.errors import UserError
 from meshloom.config.settings import LoraSettings
+from meshloom.plan.model_folder import read_model_folder
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import check_head
 
 # A run has its own display; loading bars and warnings of a library would break it. What matters is an error here.
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
-
-_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
 def pick_device(name: str) -> torch.device:
@@ -54,34 +52,10 @@ def check_model_folder(path: str | Path) -> Path:
     """Check that a folder holds a model that can be loaded, without loading it.
 
     Raises:
-        UserError: if the folder or its config.json is missing, or the weights are missing or pickles.
+        UserError: if the folder, its config.json or its weights are missing, damaged or pickles.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise UserError(
-            f"model folder {folder} does not exist",
-            where="model.path",
-            fix="a local folder with config.json and safetensors",
-        )
-    names = sorted(entry.name for entry in folder.iterdir())
-    if "config.json" not in names:
-        raise UserError(
-            f"{folder} has no config.json", where="model.path", why=f"it holds: {', '.join(names[:8]) or 'nothing'}"
-        )
-    if not any(name.endswith(".safetensors") for name in names):
-        pickles = [name for name in names if name.endswith(_PICKLES)]
-        if pickles:
-            raise UserError(
-                f"{folder} has pickled weights ({pickles[0]}), not safetensors",
-                where="model.path",
-                why="loading a pickle runs code that is in it",
-                fix="convert it once with transformers: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)",
-            )
-        raise UserError(f"{folder} has no weights (*.safetensors)", where="model.path")
-    try:
-        json.loads((folder / "config.json").read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{folder / 'config.json'} is not JSON: {error}", where="model.path") from None
+    read_model_folder(folder)
     return folder
 
 
