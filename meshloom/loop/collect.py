@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from meshloom.data.rows import Prompt
+from meshloom.observe.timing import PhaseClock
 from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
 from meshloom.rollout.protocol import Completion, Engine, FinishReason, Request, SamplingParams
 from meshloom.samples import Samples
@@ -92,8 +93,8 @@ class Collector:
         """
         self.engine.generate(self._requests([Draw(i, i) for i in range(len(self.prompts))]), deadline_s=0.0)
 
-    def collect(self, draws: Sequence[Draw], *, deadline_s: float) -> Collected:
-        """Generate and score the samples of each draw.
+    def collect(self, draws: Sequence[Draw], *, deadline_s: float, clock: PhaseClock) -> Collected:
+        """Generate and score the samples of each draw; waiting for rewards is a phase of its own.
 
         A draw with unfinished samples is tried once more, with the same deadline, then dropped.
         """
@@ -102,7 +103,7 @@ class Collector:
         open_draws = list(draws)
         for attempt in range(2):
             unfinished = []
-            for draw, group in self._attempt(open_draws, deadline_s):
+            for draw, group in self._attempt(open_draws, deadline_s, clock):
                 if group is None:
                     unfinished.append(draw)
                 else:
@@ -116,7 +117,9 @@ class Collector:
         result.dropped = open_draws
         return result
 
-    def _attempt(self, draws: Sequence[Draw], deadline_s: float) -> Iterable[tuple[Draw, Samples | None]]:
+    def _attempt(
+        self, draws: Sequence[Draw], deadline_s: float, clock: PhaseClock
+    ) -> Iterable[tuple[Draw, Samples | None]]:
         by_number = {draw.number: draw for draw in draws}
         finished: dict[int, dict[int, tuple[Completion, str, Scoring]]] = {draw.number: {} for draw in draws}
         for completion in self.engine.generate(self._requests(draws), deadline_s=deadline_s):
@@ -125,6 +128,10 @@ class Collector:
                 text = self.decode(completion.ids)
                 scoring = self.scorer.submit(_reward_request(prompt, text, completion))
                 finished[completion.request_id][completion.index] = (completion, text, scoring)
+        with clock.phase("score"):
+            for parts in finished.values():
+                for _, _, scoring in parts.values():
+                    scoring.result()
         for draw in draws:
             parts = finished[draw.number]
             whole = len(parts) == self.samples_per_prompt

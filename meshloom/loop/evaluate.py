@@ -75,7 +75,7 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         folder.set_status(RunState.RUNNING, step=0, steps=0)
         clock = PhaseClock()
         with clock.phase("validate"):
-            found = Validator(collector, validation, rollout.deadline_s).run(0)
+            found = Validator(collector, validation, rollout.deadline_s).run(0, clock)
         metrics = {**found.metrics, "peak_memory_bytes": peak_memory()}
         folder.log_metrics(
             {"step": 0, "kind": "validation", "metrics": metrics, "phases": clock.take(), "time": time.time()}

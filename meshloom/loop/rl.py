@@ -76,9 +76,9 @@ class RLProgram:
         while self.step < self.session.steps and not self.session.stop_wanted:
             collected = self.roll_out()
             batch = self.judge(concat(self.buffer.take(self.settings.batch.prompts_per_step)))
-            updates, last = self.learn(batch)
+            updates, steps = self.learn(batch)
             self.step, self.accuracy = self.step + 1, None
-            self.report(batch, collected, updates, last)
+            self.report(batch, collected, updates, steps)
             if self.step == self.session.steps or due(self.settings.validation.every_steps, self.step):
                 self.validate()
             if due(self.settings.checkpoint.every_steps, self.step):
@@ -96,7 +96,8 @@ class RLProgram:
             if missing > 0:
                 draws = [Draw(self.draws + i, prompt) for i, prompt in enumerate(self.order.take(missing))]
                 self.draws += missing
-                total = self.roles.collector.collect(draws, deadline_s=self.settings.rollout.deadline_s)
+                deadline_s = self.settings.rollout.deadline_s
+                total = self.roles.collector.collect(draws, deadline_s=deadline_s, clock=self.session.clock)
                 self.buffer.put(total.groups)
         if not len(self.buffer):
             raise RunFault(
@@ -121,19 +122,19 @@ class RLProgram:
                 )
         return with_advantages(batch, algorithm)
 
-    def learn(self, batch: Samples) -> tuple[list[dict[str, Any]], StepStats | None]:
-        """The updates of a step: what each reported, and what the last one did."""
-        reports, last = [], None
+    def learn(self, batch: Samples) -> tuple[list[dict[str, Any]], list[StepStats]]:
+        """The updates of a step: what each reported, and what its optimizer step did."""
+        reports, steps = [], []
         with self.session.clock.phase("update"):
             for update in self.updates(batch):
                 objective = PolicyObjective.of(update, self.settings.algorithm)
                 temperature = self.settings.rollout.sampling.temperature
                 reports.append(self.roles.actor.forward_backward(update, objective, temperature=temperature))
                 self._check_gap(reports)
-                last = self.roles.actor.optim_step(self.total_updates)
+                steps.append(self.roles.actor.optim_step(self.total_updates))
                 self.version += 1
             self.roles.engine.load_weights(self.version)
-        return reports, last
+        return reports, steps
 
     def updates(self, batch: Samples) -> list[Samples]:
         """What is learned of the batch, cut by prompts, once for each epoch. Prompts without a valid sample teach nothing."""
@@ -145,12 +146,14 @@ class RLProgram:
         return taught * self.settings.batch.epochs_per_step
 
     def report(
-        self, batch: Samples, collected: Collected, updates: list[dict[str, Any]], last: StepStats | None
+        self, batch: Samples, collected: Collected, updates: list[dict[str, Any]], steps: list[StepStats]
     ) -> None:
         """Write what the step was."""
         metrics = batch_metrics(batch, threshold=self.settings.validation.success_threshold)
-        if last is not None:
-            metrics |= {**update_metrics(updates), "grad_norm": last.grad_norm, "learning_rate": last.learning_rate}
+        if steps:
+            metrics |= update_metrics(updates)
+            metrics["grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)
+            metrics["learning_rate"] = steps[-1].learning_rate
         metrics |= {
             "updates": self.version,
             "weights_version": self.version,
@@ -171,7 +174,7 @@ class RLProgram:
         if self.roles.validator is None:
             return
         with self.session.clock.phase("validate"):
-            found = self.roles.validator.run(self.step)
+            found = self.roles.validator.run(self.step, self.session.clock)
         self.accuracy = found.metrics.get("accuracy")
         self.session.log("validation", found.metrics, step=self.step)
         self.session.folder.log_samples(found.records)

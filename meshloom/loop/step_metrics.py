@@ -44,7 +44,7 @@ def batch_metrics(batch: Samples, *, threshold: float) -> dict[str, float]:
     with_spread = batch["group"][has_spread(reward, batch["group"], valid)].unique()
     metrics = {
         "reward_invalid": float((~valid).sum()),
-        "groups_without_spread": (len(groups) - len(with_spread)) / len(groups),
+        "groups_without_spread": len(groups) - len(with_spread),
         **length_metrics(batch),
     }
     if bool(valid.any()):

@@ -12,6 +12,7 @@ import torch
 from meshloom.config.settings import ValidationSettings
 from meshloom.loop.collect import Collector, Draw, sample_records
 from meshloom.observe.statistics import pass_at_k, wilson_interval
+from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples, concat
 
 
@@ -37,11 +38,11 @@ class Validator:
     settings: ValidationSettings
     deadline_s: float
 
-    def run(self, step: int) -> Validation:
+    def run(self, step: int, clock: PhaseClock) -> Validation:
         """Validate the engine's present weights; ``step`` names the records."""
         prompts = self.collector.prompts
         draws = [Draw(number=i, prompt=i) for i in range(len(prompts))]
-        collected = self.collector.collect(draws, deadline_s=self.deadline_s)
+        collected = self.collector.collect(draws, deadline_s=self.deadline_s, clock=clock)
         metrics = {"prompts_dropped": float(len(collected.dropped))}
         if not collected.groups:
             return Validation(metrics, [])

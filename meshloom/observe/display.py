@@ -37,7 +37,6 @@ _COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "sft": (
         ("loss", "loss"),
-        ("token acc.", "token_accuracy"),
         ("accuracy", "accuracy"),
         ("grad", "grad_norm"),
         ("lr", "learning_rate"),

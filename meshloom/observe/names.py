@@ -78,7 +78,6 @@ _ALL = (
     _metric("accuracy_high", "Accuracy, high", U.SHARE, B.UP, S.LEARNING, "Upper end of the accuracy's 95 % Wilson interval."),
     _metric("mean_at_k", "mean@k", U.SHARE, B.UP, S.LEARNING, "Share of samples solved, over k samples of each held-out problem."),
     _metric("pass_at_k", "pass@k", U.SHARE, B.UP, S.LEARNING, "Share of held-out problems that one of k samples solves (unbiased estimator)."),
-    _metric("token_accuracy", "Token accuracy", U.SHARE, B.UP, S.LEARNING, "Share of response tokens that the model itself would have put first."),
     _metric("loss", "Loss", U.NONE, B.DOWN, S.OPTIMIZATION, "The number that is minimised, all its terms together."),
     _metric("reward_invalid", "Invalid rewards", U.COUNT, B.DOWN, S.LEARNING, "Samples whose reward function failed, timed out or gave no number; they are not trained on."),
     _metric("groups_without_spread", "Groups without spread", U.COUNT, B.DOWN, S.LEARNING, "Groups whose samples all got the same reward and so teach nothing."),

@@ -92,7 +92,7 @@ def _last_numbers(stage: Stage) -> Text | None:
     records = stage.of_kind("train") or stage.of_kind("sft")
     if not records:
         return None
-    names = ("reward_mean", "loss") if records[-1]["kind"] == "train" else ("loss", "token_accuracy")
+    names = ("reward_mean", "loss") if records[-1]["kind"] == "train" else ("loss",)
     parts = []
     for name in names:
         first, last = records[0]["metrics"].get(name), records[-1]["metrics"].get(name)

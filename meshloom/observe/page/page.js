@@ -17,7 +17,7 @@ const MAIN = {
     { name: "learning_rate", kinds: ["train"] },
     { name: "response_tokens_per_second", kinds: ["train"] },
   ],
-  sft: ["loss", "token_accuracy", "grad_norm", "learning_rate", "tokens_per_second"].map((name) => ({ name, kinds: ["sft"] })),
+  sft: ["loss", "grad_norm", "learning_rate", "tokens_per_second"].map((name) => ({ name, kinds: ["sft"] })),
 };
 const COMPANIONS = ["reward_std", "accuracy_low", "accuracy_high"];
 const KIND_LABELS = { train: "training", validation: "held-out", sft: "training" };
