@@ -184,6 +184,39 @@ def test_adapters_that_attach_to_nothing_are_refused(tmp_path: Path) -> None:
     assert found.problems[0].fix == "its layers are up_proj, q_proj, or all-linear"
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "dynamic"},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
+    ],
+)
+def test_rotary_embeddings_that_change_with_a_pass_are_refused_where_they_would(tmp_path: Path, rope: dict) -> None:
+    """Log-probs used to differ by whole nats with what a sample was packed with, and nothing said so."""
+    config = {**CONFIG, "max_position_embeddings": 64} | rope
+    folder = make_folder(tmp_path / "model", config)
+    lengths = "data.max_prompt_tokens=32", "rollout.max_response_tokens=32"
+    assert plan(folder, TrainSettings, *lengths).problems == ()
+    (problem,) = plan(folder, TrainSettings, *lengths, "validation.max_response_tokens=33").problems
+    assert (problem.code, "at most 64 tokens" in problem.fix) == ("M003", True)
+
+
+def test_sequences_longer_than_the_model_was_made_for_are_warned_about(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", {**CONFIG, "max_position_embeddings": 64})
+    lengths = "data.max_prompt_tokens=32", "rollout.max_response_tokens=32"
+    assert plan(folder, TrainSettings, *lengths).warnings == ()
+    (warning,) = plan(folder, TrainSettings, *lengths[:1], "rollout.max_response_tokens=33").warnings
+    assert (warning.code, "65 tokens" in warning.what) == ("M004", True)
+
+
 def test_an_unknown_architecture_is_planned_without_memory(tmp_path: Path) -> None:
     found = plan(make_folder(tmp_path / "m", {"n_layer": 2}))
     assert found.problems == ()

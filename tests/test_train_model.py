@@ -89,6 +89,25 @@ def test_gradient_does_not_depend_on_order_or_recompute() -> None:
             torch.testing.assert_close(grad, gradients(first)[name], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
+def test_dropout_of_the_model_is_never_on(lora: LoraSettings | None) -> None:
+    """Recompute and adapters used to put the whole model into training mode: attention dropout of a model's own
+    configuration then ended the run in its first step, and other dropout was trained with, unlike what was sampled."""
+    module = tiny_model("qwen3")
+    use_layouts(module)
+    layers = module.model.layers
+    layers[0].mlp = torch.nn.Sequential(layers[0].mlp, torch.nn.Dropout(0.5))
+    layers[1].self_attn.attention_dropout = 0.5
+    settings = SETTINGS.model_copy(update={"gradient_checkpointing": True, "lora": lora})
+    module = module if lora is None else add_lora(module, lora, seed=0)
+    model = trained(module, 64, settings=settings)
+    recomputed = []
+    layers[2].mlp.register_forward_pre_hook(lambda *unused: recomputed.append(1))
+    losses = [model.forward_backward(make_samples(), weighted, temperature=1.0)["loss"] for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert len(recomputed) == 4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward_equals_whole_logits_at_a_temperature(family: str) -> None:
     module = tiny_model(family, torch.float64)

@@ -11,7 +11,7 @@ from meshloom.config.errors import UserError
 from meshloom.config.problems import Problem, require_none
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.checks import Findings, check_settings
-from meshloom.plan.ledger import LedgerLine, batch_ledger, sft_steps, train_steps
+from meshloom.plan.ledger import LedgerLine, batch_ledger, longest_sequence_tokens, sft_steps, train_steps
 from meshloom.plan.memory import UnknownShape, memory_ledger
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
 
@@ -70,6 +70,7 @@ def build_plan(settings: TrainSettings | SftSettings | EvalSettings, num_prompts
     folder = _read_model(found, settings)
     if folder is not None:
         _check_adapters(found, settings, folder)
+        _check_positions(found, settings, folder)
         try:
             lines += memory_ledger(settings, folder)
         except UnknownShape as error:
@@ -109,3 +110,23 @@ def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | Eva
             found.refuse(
                 "L002", "model.lora.target_modules", what, fix=f"its layers are {', '.join(names)}, or all-linear"
             )
+
+
+def _check_positions(
+    found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder
+) -> None:
+    """Sequences longer than the model was made for; and rotary embeddings that change with the longest one of a pass, so
+    that a token's log-prob would depend on what else is computed with it."""
+    longest = longest_sequence_tokens(settings)
+    for kind, limit in folder.changing_rotary().items():
+        if longest > limit:
+            what = (
+                f"the model's {kind} rotary embeddings change for all tokens of a pass once one stands beyond {limit}"
+            )
+            why = f"a sequence may have {longest} tokens: its log-probs would depend on what is packed with it"
+            fix = f"prompts and responses of at most {limit} tokens together, or a model without them"
+            found.refuse("M003", "model.path", what, why=why, fix=fix)
+    made_for = folder.text_config.get("max_position_embeddings")
+    if isinstance(made_for, int) and longest > made_for:
+        what = f"a sequence may have {longest} tokens, the model was made for {made_for} (max_position_embeddings)"
+        found.warn("M004", "model.path", what, fix="smaller data.max_prompt_tokens or max_response_tokens")

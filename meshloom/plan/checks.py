@@ -147,6 +147,10 @@ def _check_algorithm(found: Findings, algorithm: AlgorithmSettings, samples_per_
     if algorithm.kl is not KlPlace.NONE and algorithm.kl_coefficient == 0:
         what = f"algorithm.kl is {algorithm.kl}, but its coefficient is 0: the reference is computed for nothing"
         found.warn("A008", "algorithm.kl_coefficient", what, fix="set algorithm.kl=none, or a coefficient above 0")
+    if algorithm.max_lag_versions:
+        what = f"algorithm.max_lag_versions is {algorithm.max_lag_versions}, but samples of a run are never older than its weights"
+        why = "generation and training take turns on one device"
+        found.refuse("A011", "algorithm.max_lag_versions", what, why=why, fix="set algorithm.max_lag_versions=0")
     _check_unused(found, algorithm)
 
 
@@ -174,6 +178,26 @@ def _check_training_samples(found: Findings, settings: TrainSettings) -> None:
             why="the most likely token has probability 1, whose log-prob has no gradient",
             fix="set it above 0, such as 1.0; validation.sampling.temperature may be 0",
         )
+    _check_filters(found, settings)
+    if settings.rollout.ignore_eos:
+        what = "rollout.ignore_eos is on: the model is trained on what it writes after its end token"
+        found.warn("R005", "rollout.ignore_eos", what, why="it is for benchmarks", fix="set rollout.ignore_eos=false")
+
+
+def _check_filters(found: Findings, settings: TrainSettings) -> None:
+    """Filters of the training samples: what they drop has a probability in the trainer, and none in the sampler."""
+    sampling = settings.rollout.sampling
+    single = {"top_k": sampling.top_k == 1, "min_p": sampling.min_p == 1}
+    for name in (name for name, is_single in single.items() if is_single):
+        path = f"rollout.sampling.{name}"
+        what = f"training samples cannot be greedy: {path} is 1"
+        found.refuse("R003", path, what, why="all samples of a prompt are the same", fix=f"set {path}=0")
+    filters = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 1, "min_p": 0 < sampling.min_p < 1}
+    for name in (name for name, is_on in filters.items() if is_on):
+        path = f"rollout.sampling.{name}"
+        what = f"{path} drops tokens from the training samples that the trained distribution has"
+        why = "the gradient is then that of another distribution; the metric sampler_gap says how far they are apart"
+        found.warn("R004", path, what, why=why, fix="keep filters for validation.sampling")
 
 
 def _check_validation(found: Findings, settings: TrainSettings | EvalSettings) -> None:

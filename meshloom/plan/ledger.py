@@ -57,6 +57,15 @@ def longest_sample_tokens(settings: TrainSettings | SftSettings) -> int:
     return settings.data.max_prompt_tokens + limits.max_response_tokens
 
 
+def longest_sequence_tokens(settings: TrainSettings | SftSettings | EvalSettings) -> int:
+    """Tokens of the longest sequence a model sees: of a training sample or of a validation sample."""
+    if isinstance(settings, SftSettings):
+        return longest_sample_tokens(settings)
+    validated = settings.validation.max_response_tokens or settings.rollout.max_response_tokens
+    trained = settings.rollout.max_response_tokens if isinstance(settings, TrainSettings) else 0
+    return settings.data.max_prompt_tokens + max(trained, validated)
+
+
 def most_microbatches(samples: int, longest: int, tokens: int, samples_bound: int | None) -> int:
     """Bound on the microbatches of an update: as if every sample were the longest.
 

@@ -109,6 +109,19 @@ class ModelFolder:
         skipped = _HEADS if self.tied else ()
         return sum(t.num_values for name, t in self.tensors.items() if not (skipped and name.endswith(skipped)))
 
+    def changing_rotary(self) -> dict[str, int]:
+        """Kinds of rotary embeddings that depend on the longest sequence of a pass, and up to which position they do not."""
+        given = self.text_config.get("rope_parameters") or self.text_config.get("rope_scaling") or {}
+        made_for = self.text_config.get("original_max_position_embeddings")
+        made_for = made_for or self.text_config.get("max_position_embeddings", 0)
+        limits: dict[str, int] = {}
+        # Families with several kinds of layers give parameters for each kind.
+        for rope in (given, *(entry for entry in given.values() if isinstance(entry, Mapping))):
+            kind = str(rope.get("rope_type") or rope.get("type") or "")
+            if "dynamic" in kind or kind == "longrope":
+                limits[kind] = int(rope.get("original_max_position_embeddings") or made_for)
+        return limits
+
     def linear_layers(self, targets: tuple[str, ...]) -> dict[str, TensorHeader]:
         """Matrices that adapters attach to, by the name of their layer.
 

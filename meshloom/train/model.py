@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshloom.config.settings import ModelSettings, OptimizerSettings
 from meshloom.samples import Samples, concat
@@ -106,7 +107,7 @@ class TrainedModel:
         Returns:
             ``loss``, and what the loss reported, merged over microbatches, by name.
         """
-        self.module.train(self.settings.gradient_checkpointing or self.settings.lora is not None)
+        self._set_training_mode()
         merged: dict[str, Any] = {}
         for indices in self._pack(samples):
             microbatch = samples.select(indices)
@@ -137,6 +138,14 @@ class TrainedModel:
         self.device = device
         if self.optimizer is not None:
             self.optimizer.to(device)
+
+    def _set_training_mode(self) -> None:
+        """Evaluation mode, but for what only training mode does: checkpointed layers themselves, without what is in them,
+        and the adapters' own dropout. The model's dropout would make sampler and trainer disagree."""
+        self.module.eval()
+        for name, module in self.module.named_modules():
+            if isinstance(module, GradientCheckpointingLayer) or ".lora_dropout." in name:
+                module.training = True
 
     def _pack(self, samples: Samples) -> list[list[int]]:
         if bool(samples["mask"][samples.offsets[:-1]].any()):
