@@ -30,6 +30,10 @@ def test_each_length_distribution_ends_in_a_ratio(
 def test_our_side_of_the_whole_step_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    # Made here, where torch is loaded already; the script finds them.
+    monkeypatch.syspath_prepend(str(BENCH))
+    models = importlib.import_module("grpo_models")
+    models.untrained(tmp_path / "tiny", models.SHAPES["tiny"])
     run_main(monkeypatch, "grpo_step", "--tiny", "--only-ours", "--threads", "1", "--work", str(tmp_path))
     row = next(line for line in capsys.readouterr().out.splitlines() if "│ meshloom" in line)
     steps, seconds, *_ = (cell.strip() for cell in row.strip("│").split("│")[1:])
