@@ -213,3 +213,15 @@ def test_a_supervised_row_needs_a_response_and_an_end_token():
     settings = data(SftDataSettings)
     assert "no response" in refused(render_supervised, rows("a"), tokenizer(None), settings)
     assert "no end token" in refused(render_supervised, rows("a", responses=["b"]), tokenizer(None, eos=None), settings)
+
+
+def test_plain_text_gets_one_begin_token_and_no_end_token():
+    """Some tokenizers put their end token behind every text: the model was then asked to go on from the end. Text that was
+    rendered elsewhere brings its begin token along: there were two of them."""
+    made = tokenizer(bos=True)
+    both = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", 1)])
+    made.backend_tokenizer.post_processor = both
+    plain, rendered = render_prompts(rows("hello world", "<bos>hello world"), made, data()).prompts
+    assert plain.ids == rendered.ids == [0, *made("hello world", add_special_tokens=False).input_ids]
+    (learned,) = render_supervised(rows("hello", responses=["world"]), made, data(SftDataSettings))
+    assert learned.ids.count(0) == learned.ids.count(1) == 1

@@ -30,6 +30,7 @@ from tests.lesson_runs import (
     assert_same_run,
     command,
     start,
+    sft_settings,
     steps_logged,
     train_settings,
     wait_until,
@@ -374,7 +375,7 @@ def test_groups_that_miss_the_deadline_are_tried_once_more_and_then_dropped(inpu
 
     def collect(pool: RewardPool, decode: Callable[[Sequence[int]], str]) -> Collected:
         return Collector(
-            engine=build_engine(model, rollout, tokenizer),
+            engine=build_engine(model, rollout, settings.data, tokenizer),
             scorer=pool,
             prompts=prompts,
             decode=decode,
@@ -395,3 +396,26 @@ def test_groups_that_miss_the_deadline_are_tried_once_more_and_then_dropped(inpu
         for group, expected in zip(collected.groups, undisturbed.groups, strict=False):
             for name in ("ids", "sampler_logprob", "reward", "group"):
                 assert torch.equal(group[name], expected[name])
+
+
+def test_a_response_ends_where_the_template_ends_a_turn(tmp_path: Path) -> None:
+    """Base models often come with a template whose turns end with a token that is not their own end token. A response used to
+    run on past it to its greatest length, also after fine-tuning that taught it, and what was saved did not stop there."""
+    inputs = write_inputs(tmp_path)
+    for name, key, value in (
+        ("tokenizer_config.json", "eos_token", "<|endoftext|>"),
+        ("config.json", "eos_token_id", 0),
+        ("generation_config.json", "eos_token_id", 0),
+    ):
+        file = inputs / "model" / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    changes = *BRIEF, "rollout.max_response_tokens=60"
+    assert main(command(train_settings(inputs, tmp_path / "train", *changes))) == 0
+    responses = [sample["response_ids"] for sample in read_samples(tmp_path / "train")]
+    assert sum(2 in ids for ids in responses) > 0
+    assert not any(2 in ids[:-1] or 0 in ids[:-1] for ids in responses)
+    assert main(command(sft_settings(inputs, tmp_path / "sft", "batch.steps=1"))) == 0
+    for run in ("train", "sft"):
+        (checkpoint,) = (tmp_path / run / "checkpoints").glob("step-*")
+        saved = json.loads((checkpoint / "model" / "generation_config.json").read_text())
+        assert set(saved["eos_token_id"]) == {0, 2}

@@ -53,7 +53,7 @@ def render_prompts(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", da
 
     Chats go through the tokenizer's chat template with its generation prompt; so do strings, as one user message, unless
     ``data.chat_template`` is ``never``, or ``auto`` and there is no template. Other strings are tokenised as they are, with
-    the special tokens the tokenizer itself adds.
+    the special tokens the tokenizer itself puts before a text.
 
     Raises:
         UserError: if a template is needed and missing or refuses a chat; if a prompt is empty, or longer than
@@ -86,7 +86,7 @@ def render_supervised(
     """
     kept = list(_fitting(rows, tokenizer, data))
     _check_some_left(kept, rows, data)
-    end = _end_token(tokenizer, data)
+    end = end_of_turn(tokenizer, data)
     samples: list[Supervised] = []
     for part in _batches(kept):
         for (row, prompt_ids), response_ids in zip(part, _responses(part, tokenizer, data, end), strict=True):
@@ -97,6 +97,23 @@ def render_supervised(
             mask = [False] * len(prompt_ids) + [True] * len(response_ids)
             samples.append(Supervised(row=row, ids=prompt_ids + response_ids, mask=mask))
     return samples
+
+
+def end_of_turn(tokenizer: "PreTrainedTokenizerBase", data: DataSettings) -> int | None:
+    """The token that ends a turn: the special token the template puts behind an assistant message, or the tokenizer's own.
+
+    Found by rendering a chat whose messages are single letters.
+    """
+    if tokenizer.chat_template and data.chat_template != "never":
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            (ids,) = _encode([probe], tokenizer, generation_prompt=False)
+        except TemplateError:
+            return tokenizer.eos_token_id
+        ids = _without_trailing_space(ids, tokenizer)
+        if ids and (ids[-1] == tokenizer.eos_token_id or ids[-1] in tokenizer.added_tokens_decoder):
+            return ids[-1]
+    return tokenizer.eos_token_id
 
 
 def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
@@ -149,8 +166,19 @@ def _prompt_ids(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data:
             chats, _template_ids(list(chats.values()), templated, tokenizer, generation_prompt=True), strict=True
         )
     if texts:
-        ids |= zip(texts, tokenizer(list(texts.values())).input_ids, strict=True)
+        ids |= zip(texts, _plain_ids(list(texts.values()), tokenizer), strict=True)
     return [ids[i] for i in range(len(rows))]
+
+
+def _plain_ids(texts: list[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Ids of texts that a model goes on from: what the tokenizer itself puts before a text, nothing that it puts behind it
+    (an end token would be answered, not the prompt), and one begin token where the text has its own."""
+    probe, bare = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+    starts = [i for i in range(len(probe) - len(bare) + 1) if probe[i : i + len(bare)] == bare]
+    behind = len(probe) - len(bare) - starts[0] if starts else 0
+    whole = [ids[: len(ids) - behind] for ids in tokenizer(texts).input_ids]
+    begin = tokenizer.bos_token_id
+    return [ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids for ids in whole]
 
 
 def _uses_template(row: Row, tokenizer: "PreTrainedTokenizerBase", data: DataSettings) -> bool:
@@ -262,20 +290,3 @@ def _without_trailing_space(ids: list[int], tokenizer: "PreTrainedTokenizerBase"
     while stop and not str(tokenizer.decode(ids[stop - 1 : stop])).strip():
         stop -= 1
     return ids[:stop]
-
-
-def _end_token(tokenizer: "PreTrainedTokenizerBase", data: SftDataSettings) -> int | None:
-    """The token that ends a turn: the special token the template puts behind an assistant message, or the tokenizer's own.
-
-    Found by rendering a chat whose messages are single letters.
-    """
-    if tokenizer.chat_template and data.chat_template != "never":
-        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        try:
-            (ids,) = _encode([probe], tokenizer, generation_prompt=False)
-        except TemplateError:
-            return tokenizer.eos_token_id
-        ids = _without_trailing_space(ids, tokenizer)
-        if ids and (ids[-1] == tokenizer.eos_token_id or ids[-1] in tokenizer.added_tokens_decoder):
-            return ids[-1]
-    return tokenizer.eos_token_id

@@ -15,6 +15,7 @@ from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.resume import require_same
 from meshloom.config.settings import (
+    DataSettings,
     ModelSettings,
     OptimizerSettings,
     RolloutSettings,
@@ -22,6 +23,7 @@ from meshloom.config.settings import (
     SftSettings,
     TrainSettings,
 )
+from meshloom.data.prompts import end_of_turn
 from meshloom.loop.session import Cut, Session
 from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFolder, check_free
 from meshloom.plan.build import Plan, build_plan
@@ -125,11 +127,28 @@ def build_actor(
     return TrainedModel(module, settings, bound, optimizer)
 
 
-def build_engine(model: TrainedModel, rollout: RolloutSettings, tokenizer: PreTrainedTokenizerBase) -> TorchEngine:
+def set_end_tokens(model: TrainedModel, data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a response: the model's and the tokenizer's own, and the one that ends a turn of the template in use.
+
+    They are put into the model's generation config, so that a model that is saved stops where it did in training.
+    """
+    plain = plain_model(model.module)
+    ids, turn = end_token_ids(plain, tokenizer), end_of_turn(tokenizer, data)
+    ids = ids if turn is None or turn in ids else (*ids, turn)
+    if plain.generation_config is not None:
+        listed = plain.generation_config.eos_token_id
+        if set(ids) != set(listed if isinstance(listed, list) else [listed]):
+            plain.generation_config.eos_token_id = list(ids)
+    return ids
+
+
+def build_engine(
+    model: TrainedModel, rollout: RolloutSettings, data: DataSettings, tokenizer: PreTrainedTokenizerBase
+) -> TorchEngine:
     """The embedded engine on a model's own weights."""
     return TorchEngine(
         model.module,
-        eos_ids=end_token_ids(plain_model(model.module), tokenizer),
+        eos_ids=set_end_tokens(model, data, tokenizer),
         max_sequences=rollout.max_sequences,
         kv_cache_bytes=rollout.kv_cache_bytes,
         prefill_tokens=rollout.prefill_tokens,

@@ -59,7 +59,7 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         model = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
         validation, rollout = settings.validation, settings.rollout
         collector = Collector(
-            engine=build_engine(model, rollout, tokenizer),
+            engine=build_engine(model, rollout, settings.data, tokenizer),
             scorer=pool,
             prompts=prompts,
             decode=decoder(tokenizer),

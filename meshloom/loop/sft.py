@@ -14,7 +14,14 @@ from meshloom.config.settings import SftSettings
 from meshloom.data.order import PromptOrder
 from meshloom.data.prompts import Supervised, render_supervised
 from meshloom.data.sources import load_rows
-from meshloom.loop.build import build_actor, find_checkpoint, finish_plan, open_session, require_vocabulary
+from meshloom.loop.build import (
+    build_actor,
+    find_checkpoint,
+    finish_plan,
+    open_session,
+    require_vocabulary,
+    set_end_tokens,
+)
 from meshloom.loop.session import Cut, Session, due, read_cut, set_random_states
 from meshloom.observe.run_folder import check_free
 from meshloom.samples import Samples
@@ -118,6 +125,7 @@ def run_sft(settings: SftSettings, *, resume: bool) -> int:
         settings.model, settings.optimizer, bound, device=settings.device, seed=settings.seed, checkpoint=checkpoint
     )
     require_vocabulary(model, (example.ids for example in examples))
+    set_end_tokens(model, settings.data, tokenizer)
     if cut is not None:
         order.load(cut.values["order"])
         restore(model, checkpoint, updates=cut.values["step"])

@@ -99,7 +99,7 @@ def _build_roles(
     actor = build_actor(
         settings.model, settings.optimizer, bound, device=settings.device, seed=settings.seed, checkpoint=checkpoint
     )
-    engine = build_engine(actor, settings.rollout, tokenizer)
+    engine = build_engine(actor, settings.rollout, settings.data, tokenizer)
     collector = Collector(
         engine=engine,
         scorer=pool,

@@ -148,7 +148,7 @@ def _check_algorithm(found: Findings, algorithm: AlgorithmSettings, samples_per_
         what = f"algorithm.kl is {algorithm.kl}, but its coefficient is 0: the reference is computed for nothing"
         found.warn("A008", "algorithm.kl_coefficient", what, fix="set algorithm.kl=none, or a coefficient above 0")
     if algorithm.max_lag_versions:
-        what = f"algorithm.max_lag_versions is {algorithm.max_lag_versions}, but samples of a run are never older than its weights"
+        what = "samples of a run are never older than its weights, so algorithm.max_lag_versions must be 0"
         why = "generation and training take turns on one device"
         found.refuse("A011", "algorithm.max_lag_versions", what, why=why, fix="set algorithm.max_lag_versions=0")
     _check_unused(found, algorithm)

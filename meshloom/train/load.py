@@ -4,6 +4,7 @@ Owns: what a usable folder is, and the errors when it is not one. Refuses to kno
 holds: weights come from safetensors only; nothing is fetched; no code of the folder runs.
 """
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from meshloom.train.head import check_head
 # A run has its own display; loading bars and warnings of a library would break it. What matters is an error here.
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
+# The names that are to replace these are not in all versions that are supported.
+warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
 
 
 def pick_device(name: str) -> torch.device:
