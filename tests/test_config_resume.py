@@ -1,5 +1,7 @@
 """Which settings may change when a run is continued."""
 
+from pathlib import Path
+
 import pytest
 
 from meshloom.config.errors import UserError
@@ -67,3 +69,16 @@ def test_what_may_change_exists() -> None:
         assert any(path == allowed or (allowed.endswith(".*") and path.startswith(allowed[:-1])) for path in paths), (
             allowed
         )
+
+
+def test_another_name_of_the_same_file_does_not_contradict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    reward = "reward.function=rewards.py:score"
+    absolute = [f"model.path={tmp_path}/models/a", f"data.train.files=[{tmp_path}/b/../a.jsonl]"]
+    require_same(settings(reward), settings(*absolute, f"reward.function={tmp_path}/rewards.py:score"))
+    other = settings(reward, f"data.train.files=[{tmp_path}/b.jsonl]")
+    with pytest.raises(UserError, match=r"data\.train\.files: \['a\.jsonl'\] in the checkpoint") as caught:
+        require_same(settings(reward), other)
+    assert "settings.yaml" in caught.value.fix
+    assert contradictions(settings(reward), settings(f"reward.function={tmp_path}/rewards.py:other"))
+    assert contradictions(settings(reward), settings())

@@ -4,6 +4,7 @@ Owns: the rule. Always holds: a resumed run repeats the uninterrupted one, so wh
 """
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from meshloom.config.errors import UserError
@@ -32,6 +33,9 @@ MAY_CHANGE = frozenset(_LENGTH | _PLACE | _WATCHING | _REWARD_PROCESSES | _MEMOR
 """What may change on resume; ``group.*`` is a whole group. All else decides the numbers of the run and may not, even where
 only the order of work changes (``rollout.max_sequences``)."""
 
+_FILES = {"model.path", "data.train.files", "data.validation.files", "reward.function"}
+"""Names of files, relative to the current directory: other names of the same files are no contradiction."""
+
 
 def contradictions(saved: Settings, new: Settings, allowed: Collection[str] = MAY_CHANGE) -> list[tuple[str, Any, Any]]:
     """Settings that differ and may not.
@@ -47,7 +51,17 @@ def contradictions(saved: Settings, new: Settings, allowed: Collection[str] = MA
     before, after = flatten(saved), flatten(new)
     groups = tuple(path[:-1] for path in allowed if path.endswith(".*"))
     paths = [path for path in dict.fromkeys([*before, *after]) if path not in allowed and not path.startswith(groups)]
-    return [(path, before.get(path), after.get(path)) for path in paths if before.get(path) != after.get(path)]
+    values = ((path, before.get(path), after.get(path)) for path in paths)
+    return [
+        (path, old, new)
+        for path, old, new in values
+        if old != new and not (path in _FILES and old and new and _resolved(old) == _resolved(new))
+    ]
+
+
+def _resolved(names: str | list[str]) -> list[Path]:
+    """Absolute paths. The function behind a reward file's name stays a part of the last name."""
+    return [Path(name).resolve() for name in ([names] if isinstance(names, str) else names)]
 
 
 def require_same(saved: Settings, new: Settings, allowed: Collection[str] = MAY_CHANGE) -> None:
@@ -62,8 +76,11 @@ def require_same(saved: Settings, new: Settings, allowed: Collection[str] = MAY_
     lines = [
         f"  {path}: {old!r} in the checkpoint, {now!r} now ({new.provenance.of(path)})" for path, old, now in found
     ]
+    fix = "give the checkpoint's values, or start a new run in another run_dir"
+    if any(path in _FILES for path, _, _ in found):
+        fix += "; where a file has only moved, name its new place in the run's settings.yaml too"
     raise UserError(
         "\n".join(["the settings contradict the checkpoint", *lines]),
         why="a resumed run repeats the uninterrupted one",
-        fix="give the checkpoint's values, or start a new run in another run_dir",
+        fix=fix,
     )

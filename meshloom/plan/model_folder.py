@@ -153,7 +153,8 @@ def read_model_folder(path: Path) -> ModelFolder:
         folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, folders, n=4, cutoff=0.4)
         fix = f"folders nearby: {', '.join(near)}" if near else "give a local folder with config.json and safetensors"
-        raise UserError(f"there is no model folder {path}", where=where, fix=fix)
+        why = "" if path.is_absolute() else f"paths are relative to the current directory, {Path.cwd()}"
+        raise UserError(f"there is no model folder {path}", where=where, why=why, fix=fix)
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
