@@ -9,6 +9,7 @@ Ctrl-C.
 
 import argparse
 import difflib
+import io
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -258,6 +259,13 @@ def _parse(argv: Sequence[str]) -> tuple[Run, argparse.Namespace] | None:
     return run, parser.parse_intermixed_args(argv[1:])
 
 
+def _write_anything() -> None:
+    """On a terminal or into a file without Unicode, question marks for what it lacks, instead of the end of a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def _tell(error: UserError) -> None:
     """Print a user's error: in a frame on a terminal, plainly elsewhere."""
     if not sys.stderr.isatty():
@@ -280,6 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. Exceptions other than a user's error and Ctrl-C are faults of the program and pass through.
     """
+    _write_anything()
     try:
         parsed = _parse(sys.argv[1:] if argv is None else argv)
         if parsed is None:

@@ -188,3 +188,12 @@ def test_what_needs_no_model_imports_nothing_heavy_and_is_quick(args: list[str])
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.stderr.splitlines()[-1] == "[]"
     assert min(seconds) < 0.5, seconds
+
+
+def test_output_without_unicode_ends_nothing() -> None:
+    """A dash in a table used to end a run where the locale has none."""
+    plain = {"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for args in (["--help"], ["plan", "run.yaml"]):
+        told = subprocess.run([sys.executable, "-m", "meshloom", *args], capture_output=True, timeout=60, env=plain)
+        assert told.returncode in (0, 2)
+        assert b"?" in told.stdout and b"Traceback" not in told.stderr

@@ -3,6 +3,7 @@
 import io
 import re
 
+import pytest
 from rich.console import Console
 
 from meshloom.observe.display import open_display, sparkline
@@ -63,6 +64,21 @@ def test_the_live_table_shows_the_last_steps_the_phase_and_the_accuracy():
     assert [int(n) for n in re.findall(r"^\s+(\d+) ", last, re.M)] == list(range(21, 31))
     assert "30/50" in last and "█" in last
     assert "25.0 % → 75.0 %" in text and "stopping [after] this step" in text
+
+
+@pytest.mark.parametrize("width", [16, 30, 60])
+def test_a_narrow_terminal_shows_fewer_columns_and_each_number_whole(width):
+    """All columns used to be squeezed until none of their numbers could be read."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, height=40, force_terminal=True, color_system=None)
+    with open_display("run", steps=50, console=console) as display:
+        display.record(train(1, 0.8125))
+        display.record(validation(1, 0.25))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "…" not in text
+    last = text[text.rindex(" step ") :].splitlines()
+    assert set(last[0].split()) <= {"step", "reward", "solved", "accuracy", "tokens", "entropy", "gap", "grad"}
+    assert ("81.2 %" in last[1], "25.0 %" in last[1]) == (width >= 30, width >= 60)
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest():

@@ -296,3 +296,14 @@ def test_a_plan_is_made_without_torch(tmp_path: Path) -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split("\n")[:2] == ["True", "[]"]
+
+
+def test_folders_of_a_run_say_where_the_model_is(tmp_path: Path) -> None:
+    run, checkpoint = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-000001"
+    (checkpoint / "adapter").mkdir(parents=True)
+    (checkpoint / "adapter" / "adapter_config.json").write_text("{}")
+    for folder in (run, checkpoint):
+        assert f"meshloom export {folder} DEST" in refusal(folder)
+    assert "adapters alone" in refusal(checkpoint / "adapter")
+    make_folder(checkpoint / "model")
+    assert str(checkpoint / "model") in refusal(checkpoint)

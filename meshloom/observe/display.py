@@ -244,17 +244,23 @@ class LiveDisplay(_Base):
         return text
 
     def _table(self) -> Table:
-        table = Table(box=None, padding=(0, 1), header_style="dim")
-        table.add_column("step", justify="right")
-        for label, _ in _COLUMNS[self._columns]:
-            table.add_column(label, justify="right")
-        table.add_column("seconds", justify="right")
-        for row in self._rows:
-            cells = [_cell(row, name) for _, name in _COLUMNS[self._columns]]
+        """The last steps: as many columns as the terminal is wide enough for, the first ones."""
+        columns = [("step", [str(row["step"]) for row in self._rows])]
+        for label, name in _COLUMNS[self._columns]:
+            cells = [_cell(row, name) for row in self._rows]
             # Most steps are not validated; an empty cell is calmer than a dash.
-            cells = ["" if cell == MISSING else cell for cell in cells]
-            seconds = f"{row['seconds']:.1f}" if "seconds" in row else ""
-            table.add_row(str(row["step"]), *cells, seconds, style="bold" if row is self._rows[-1] else "")
+            columns.append((label, ["" if cell == MISSING else cell for cell in cells]))
+        columns.append(("seconds", [f"{row['seconds']:.1f}" if "seconds" in row else "" for row in self._rows]))
+        table, left = Table(box=None, padding=(0, 1), header_style="dim"), self._live.console.width
+        shown = []
+        for label, cells in columns:
+            left -= max(map(len, (label, *cells))) + 2
+            if left < 0:
+                break
+            table.add_column(label, justify="right", no_wrap=True)
+            shown.append(cells)
+        for i, cells in enumerate(zip(*shown, strict=True)):
+            table.add_row(*cells, style="bold" if i == len(self._rows) - 1 else "")
         return table
 
     def _progress(self) -> Table:

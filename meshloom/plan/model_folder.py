@@ -159,7 +159,9 @@ def read_model_folder(path: Path) -> ModelFolder:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         held = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-        raise UserError(f"{path} has no config.json", where=where, why=f"it holds: {held}") from None
+        raise UserError(
+            f"{path} has no config.json", where=where, why=f"it holds: {held}", fix=_model_near(path)
+        ) from None
     except ValueError as error:
         raise UserError(f"{path / 'config.json'} is not JSON: {error}", where=where) from error
     if not isinstance(config, dict):
@@ -168,6 +170,17 @@ def read_model_folder(path: Path) -> ModelFolder:
     for name in _weight_files(path, where):
         tensors |= read_safetensors_header(path / name)
     return ModelFolder(path, config, tensors)
+
+
+def _model_near(path: Path) -> str:
+    """Where the model is, if a folder is one that a run has made and that is none itself."""
+    if (path / "model" / "config.json").is_file():
+        return f"the model of this checkpoint is {path / 'model'}"
+    if (path / "checkpoints").is_dir() or (path / "adapter").is_dir():
+        return f"make a model folder of it: meshloom export {path} DEST"
+    if (path / "adapter_config.json").is_file():
+        return "it holds adapters alone; export the run or the checkpoint without --adapter: meshloom export RUN DEST"
+    return "give a local folder with config.json and safetensors"
 
 
 def _weight_files(path: Path, where: str) -> list[str]:

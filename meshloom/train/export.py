@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from meshloom.config.errors import UserError
 from meshloom.observe.run_folder import CHECKPOINTS_FOLDER
 from meshloom.train.checkpoint_store import latest_checkpoint, verify
+from meshloom.train.load import check_model_folder
 from meshloom.train.snapshot import ADAPTER, MODEL
 
 
@@ -63,7 +64,9 @@ def _merge(adapter: Path, destination: Path) -> None:
     from transformers import AutoTokenizer
 
     base_path = PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
-    if not Path(base_path).is_dir():
+    if Path(base_path).is_dir():
+        check_model_folder(base_path)
+    else:
         raise UserError(
             f"the adapter's base model {base_path} is not there",
             where=str(adapter / "adapter_config.json"),
