@@ -294,16 +294,21 @@ class LoggingSettings(Settings):
     """Live table on the terminal. Default: when it is a terminal."""
 
 
-class TrainSettings(Settings):
-    """Everything that decides an RL run (``meshloom train``)."""
+class RunSettings(Settings):
+    """What every run has."""
 
     run_dir: str
     """Folder of the run: settings, plan, metrics, samples, checkpoints, report."""
     seed: int = 0
-    """Seed of everything random: order of prompts, sampling, adapters."""
+    """Seed of everything random: order of rows, sampling, adapters, dropout."""
     device: str = "auto"
     """``auto``: the first GPU, or the processor; or ``cpu``, ``cuda``, ``cuda:1``."""
     model: ModelSettings
+
+
+class TrainSettings(RunSettings):
+    """Everything that decides an RL run (``meshloom train``)."""
+
     data: DataSettings
     reward: RewardSettings = RewardSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -339,16 +344,9 @@ class SftDataSettings(DataSettings):
     """Longest response in tokens, its end token included."""
 
 
-class SftSettings(Settings):
+class SftSettings(RunSettings):
     """Everything that decides a supervised run (``meshloom sft``)."""
 
-    run_dir: str
-    """Folder of the run: settings, plan, metrics, checkpoints, report."""
-    seed: int = 0
-    """Seed of everything random."""
-    device: str = "auto"
-    """As in training."""
-    model: ModelSettings
     data: SftDataSettings
     batch: SftBatchSettings = SftBatchSettings()
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
@@ -356,16 +354,9 @@ class SftSettings(Settings):
     logging: LoggingSettings = LoggingSettings()
 
 
-class EvalSettings(Settings):
+class EvalSettings(RunSettings):
     """Everything that decides an evaluation (``meshloom eval``)."""
 
-    run_dir: str
-    """Folder of the results."""
-    seed: int = 0
-    """Seed of the sampling."""
-    device: str = "auto"
-    """As in training."""
-    model: ModelSettings
     data: DataSettings
     """Only ``data.validation`` is evaluated, or ``data.train`` where there is none."""
     reward: RewardSettings = RewardSettings()

@@ -16,6 +16,7 @@ from meshloom.config.load import load_settings
 from meshloom.config.resume import require_same
 from meshloom.config.settings import (
     DataSettings,
+    EvalSettings,
     ModelSettings,
     OptimizerSettings,
     RolloutSettings,
@@ -24,10 +25,14 @@ from meshloom.config.settings import (
     TrainSettings,
 )
 from meshloom.data.prompts import end_of_turn
+from meshloom.data.rows import Prompt
+from meshloom.loop.collect import Collector
 from meshloom.loop.session import Cut, Session
+from meshloom.loop.validate import Validator
 from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFolder, check_free
 from meshloom.plan.build import Plan, build_plan
 from meshloom.plan.report import plan_json, plan_text
+from meshloom.rewards.pool import RewardPool
 from meshloom.rollout.protocol import SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.train.checkpoint_store import latest_checkpoint, require_room, verify
@@ -193,3 +198,25 @@ def sampling_params(
         stop_strings=rollout.stop,
         ignore_eos=rollout.ignore_eos,
     )
+
+
+def build_validator(
+    settings: TrainSettings | EvalSettings,
+    engine: TorchEngine,
+    pool: RewardPool,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Prompt],
+) -> Validator:
+    """What samples and counts held-out prompts, with seeds of its own."""
+    validation, rollout = settings.validation, settings.rollout
+    collector = Collector(
+        engine=engine,
+        scorer=pool,
+        prompts=prompts,
+        decode=decoder(tokenizer),
+        params=sampling_params(validation.sampling, rollout, validation.max_response_tokens),
+        samples_per_prompt=validation.samples_per_prompt,
+        seed=settings.seed,
+        purpose="validation",
+    )
+    return Validator(collector, validation, rollout.deadline_s)

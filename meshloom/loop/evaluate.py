@@ -13,9 +13,7 @@ from rich.console import Console
 from meshloom.config.settings import EvalSettings
 from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
-from meshloom.loop.build import build_actor, build_engine, decoder, require_vocabulary, sampling_params
-from meshloom.loop.collect import Collector
-from meshloom.loop.validate import Validator
+from meshloom.loop.build import build_actor, build_engine, build_validator, require_vocabulary
 from meshloom.observe.report import write_report
 from meshloom.observe.run_folder import RunFolder, RunState, check_free
 from meshloom.observe.timing import PhaseClock, peak_memory
@@ -57,25 +55,16 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         pool = resources.enter_context(RewardPool(settings.reward, {prompt.row.data_source for prompt in prompts}))
         bound = MicrobatchBound(settings.data.max_prompt_tokens + settings.rollout.max_response_tokens)
         model = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
-        validation, rollout = settings.validation, settings.rollout
-        collector = Collector(
-            engine=build_engine(model, rollout, settings.data, tokenizer),
-            scorer=pool,
-            prompts=prompts,
-            decode=decoder(tokenizer),
-            params=sampling_params(validation.sampling, rollout, validation.max_response_tokens),
-            samples_per_prompt=validation.samples_per_prompt,
-            seed=settings.seed,
-            purpose="validation",
-        )
+        engine = build_engine(model, settings.rollout, settings.data, tokenizer)
+        validator = build_validator(settings, engine, pool, tokenizer, prompts)
         require_vocabulary(model, (prompt.ids for prompt in prompts))
-        collector.check()
+        validator.collector.check()
         described = {"plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
         folder = resources.enter_context(RunFolder.create(settings.run_dir, settings=settings, **described))
         folder.set_status(RunState.RUNNING, step=0, steps=0)
         clock = PhaseClock()
         with clock.phase("validate"):
-            found = Validator(collector, validation, rollout.deadline_s).run(0, clock)
+            found = validator.run(0, clock)
         metrics = {**found.metrics, "peak_memory_bytes": peak_memory()}
         folder.log_metrics(
             {"step": 0, "kind": "validation", "metrics": metrics, "phases": clock.take(), "time": time.time()}

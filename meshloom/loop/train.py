@@ -18,6 +18,7 @@ from meshloom.loop.buffer import GroupBuffer
 from meshloom.loop.build import (
     build_actor,
     build_engine,
+    build_validator,
     decoder,
     find_checkpoint,
     finish_plan,
@@ -28,10 +29,8 @@ from meshloom.loop.build import (
 from meshloom.loop.collect import Collector
 from meshloom.loop.rl import RLProgram, Roles
 from meshloom.loop.session import read_cut, set_random_states
-from meshloom.loop.validate import Validator
 from meshloom.observe.run_folder import check_free
 from meshloom.rewards.pool import RewardPool
-from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
 from meshloom.train.model import MicrobatchBound, TrainedModel
 from meshloom.train.reference import Reference
@@ -114,7 +113,7 @@ def _build_roles(
         reference=_reference(settings, actor, bound),
         engine=engine,
         collector=collector,
-        validator=_validator(settings, engine, pool, tokenizer, held_out),
+        validator=build_validator(settings, engine, pool, tokenizer, held_out) if held_out else None,
     )
 
 
@@ -126,26 +125,3 @@ def _reference(settings: TrainSettings, actor: TrainedModel, bound: MicrobatchBo
         return Reference(actor, adapters=False)
     frozen = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
     return Reference(frozen, adapters=True)
-
-
-def _validator(
-    settings: TrainSettings,
-    engine: TorchEngine,
-    pool: RewardPool,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: list[Prompt],
-) -> Validator | None:
-    if not held_out:
-        return None
-    validation, rollout = settings.validation, settings.rollout
-    collector = Collector(
-        engine=engine,
-        scorer=pool,
-        prompts=held_out,
-        decode=decoder(tokenizer),
-        params=sampling_params(validation.sampling, rollout, validation.max_response_tokens),
-        samples_per_prompt=validation.samples_per_prompt,
-        seed=settings.seed,
-        purpose="validation",
-    )
-    return Validator(collector, validation, rollout.deadline_s)
