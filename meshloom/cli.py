@@ -9,17 +9,20 @@ Ctrl-C.
 
 import argparse
 import difflib
+import errno
 import io
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import meshloom
-from meshloom.config.errors import UserError
+from meshloom.config.errors import RunFault, UserError
 from meshloom.config.settings import EvalSettings, Settings, SftSettings, TrainSettings
 
-DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
+DONE, FAULT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 S = TypeVar("S", bound=Settings)
 
@@ -286,7 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; default: those of the process.
 
     Returns:
-        The exit code. Exceptions other than a user's error and Ctrl-C are faults of the program and pass through.
+        The exit code. Exceptions other than a user's error, Ctrl-C, a full disk and a reader that has gone are faults of the
+        program and pass through.
     """
     _write_anything()
     try:
@@ -301,3 +305,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            return FAULT
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = str(error.filename or "")
+        full = RunFault("the disk is full", where=where, why=str(error), fix="free some; a run goes on with --resume")
+        _tell(full)
+        return full.exit_code
+
+
+def _reader_has_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, such as to ``head``."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    gone = any(event & select.POLLERR for _, event in output.poll(0))
+    if gone:
+        # What is still in the buffer would fail once more at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone

@@ -197,3 +197,28 @@ def test_output_without_unicode_ends_nothing() -> None:
         told = subprocess.run([sys.executable, "-m", "meshloom", *args], capture_output=True, timeout=60, env=plain)
         assert told.returncode in (0, 2)
         assert b"?" in told.stdout and b"Traceback" not in told.stderr
+
+
+def test_a_reader_that_has_gone_is_no_fault() -> None:
+    """``meshloom schema | head`` used to end in a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    told = subprocess.run(
+        [sys.executable, "-m", "meshloom", "schema"], stdout=write, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    os.close(write)
+    assert (told.returncode, told.stderr) == (1, b"")
+
+
+def test_a_full_disk_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """/dev/full refuses every write as a full disk does."""
+    from meshloom import cli
+
+    def write(args: object) -> int:
+        with open("/dev/full", "w") as file:
+            file.write("x")
+        return 0
+
+    monkeypatch.setitem(cli._COMMANDS, "schema", ("", lambda parser: None, write))
+    assert main(["schema"]) == 3
+    assert "the disk is full" in capsys.readouterr().err

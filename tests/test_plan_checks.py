@@ -80,6 +80,7 @@ def test_the_longest_sample_must_fit_a_microbatch(kind: type, response: str) -> 
         ("R003", ["rollout.sampling.top_k=1"], "greedy"),
         ("R003", ["rollout.sampling.min_p=1"], "greedy"),
         ("A011", ["algorithm.max_lag_versions=1"], "never older than its weights"),
+        ("S007", ["reward.function=exact_matc"], "did you mean exact_match?"),
         ("S006", ["reward.function=nowhere/mine.py:score"], "there is no file nowhere/mine.py"),
     ],
 )
@@ -162,12 +163,14 @@ def test_settings_that_were_written_out_whole_bring_no_new_warnings(tmp_path: Pa
     assert check_settings(load_settings(TrainSettings, file, []), 1000).warnings == []
 
 
-def test_the_accepted_names_are_those_of_the_algorithms() -> None:
+def test_the_accepted_names_are_those_of_the_algorithms_and_verifiers() -> None:
     from meshloom.algorithms import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
-    from meshloom.config.names import FIXED_REDUCTIONS, KlEstimator, PolicyLoss
+    from meshloom.config.names import FIXED_REDUCTIONS, KlEstimator, PolicyLoss, Verifier
+    from meshloom.rewards.verifiers import VERIFIERS
 
     assert set(map(str, Advantage)) == set(ADVANTAGES) - set(REFUSED_ADVANTAGES)
     assert set(map(str, PolicyLoss)) == set(POLICY_LOSSES)
+    assert set(map(str, Verifier)) == set(VERIFIERS)
     synonyms = {name + plus for name in ("kl", "mse", "low_var_kl") for plus in ("", "+")}
     assert set(map(str, KlEstimator)) == set(KL_ESTIMATORS) - synonyms
     fixed = {name: loss.reduction for name, loss in POLICY_LOSSES.items() if loss.reduction is not None}

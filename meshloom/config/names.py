@@ -1,7 +1,7 @@
-"""Names of algorithms that settings may use.
+"""Names of algorithms and verifiers that settings may use.
 
 Owns: the accepted names, so that a misspelt one is refused without torch. Refuses to know: what stands behind a name.
-Always holds: ``meshloom.algorithms`` has exactly these; a test compares the two.
+Always holds: ``meshloom.algorithms`` and ``meshloom.rewards.verifiers`` have exactly these; tests compare them.
 """
 
 from enum import StrEnum
@@ -43,6 +43,15 @@ class KlEstimator(StrEnum):
     ABS_PLUS = "abs+"
     K2_PLUS = "k2+"
     K3_PLUS = "k3+"
+
+
+class Verifier(StrEnum):
+    """Named verifiers."""
+
+    EXACT_MATCH = "exact_match"
+    REGEX = "regex"
+    MATH_VERIFY = "math_verify"
+    REASONING_GYM = "reasoning_gym"
 
 
 REFUSED_ADVANTAGES = {"gae": "needs a critic", "remax": "needs greedy samples"}

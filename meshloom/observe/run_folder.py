@@ -8,6 +8,7 @@ at a time; a fresh start never writes into a folder that holds something; a kill
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
@@ -173,7 +174,8 @@ class RunFolder:
         state = RunState.STOPPED if issubclass(kind, KeyboardInterrupt) else RunState.FAILED
         first_line = (str(error).splitlines() or [""])[0]
         reason = f"{kind.__name__}: {first_line}" if first_line else kind.__name__
-        self.set_status(state, step=before["step"], steps=before["steps"], reason=reason)
+        with suppress(OSError):  # a full disk, say: what ended the run is on its way and tells more
+            self.set_status(state, step=before["step"], steps=before["steps"], reason=reason)
 
     def _write_given(self, settings: Settings | None, plan_text: str | None, plan: Mapping[str, Any] | None) -> None:
         # First, since a folder with settings can be resumed, and one without is free: a kill leaves one or the other.

@@ -18,6 +18,7 @@ from meshloom.config.names import (
     Advantage,
     KlEstimator,
     PolicyLoss,
+    Verifier,
 )
 from meshloom.config.problems import Problem
 from meshloom.config.settings import (
@@ -72,7 +73,7 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
         _check_training_samples(found, settings)
         _check_train_batch(found, settings, num_prompts)
     if not isinstance(settings, SftSettings):
-        _check_reward_file(found, settings)
+        _check_reward(found, settings)
         _check_validation(found, settings)
     if not isinstance(settings, EvalSettings):
         _check_microbatch(found, settings)
@@ -110,10 +111,21 @@ def _files_near(file: Path) -> str:
     return f"files nearby: {', '.join(str(file.parent / name) for name in near)}" if near else "give an existing file"
 
 
-def _check_reward_file(found: Findings, settings: TrainSettings | EvalSettings) -> None:
+def _check_reward(found: Findings, settings: TrainSettings | EvalSettings) -> None:
     file, colon, _ = (settings.reward.function or "").rpartition(":")
     if colon and not Path(file).is_file():
         found.refuse("S006", "reward.function", f"there is no file {file}", fix=_files_near(Path(file)))
+    if settings.reward.function is not None and not colon:
+        _check_verifier(found, settings.reward.function)
+
+
+def _check_verifier(found: Findings, name: str) -> None:
+    if name in list(Verifier):
+        return
+    near = difflib.get_close_matches(name, Verifier, n=1)
+    why = "a function of your own is named with its file: rewards.py:score"
+    fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(Verifier)}"
+    found.refuse("S007", "reward.function", f"there is no verifier {name!r}", why=why, fix=fix)
 
 
 def _check_name(found: Findings, code: str, setting: str, name: str, known: Iterable[str]) -> None:

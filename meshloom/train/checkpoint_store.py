@@ -170,7 +170,7 @@ def require_room(folder: Path, num_bytes: int, what: str) -> None:
         raise UserError(
             f"there is no room for {what}: it needs {format_bytes(num_bytes)}",
             where=str(folder),
-            why=f"{format_bytes(free)} are free on that disk",
+            why=f"{format_bytes(free)} are free on that disk, of which {format_bytes(_SPARE_BYTES)} are to be left",
             fix="free some, lower checkpoint.keep_last or checkpoint.keep_best, or use another run_dir",
         )
 
