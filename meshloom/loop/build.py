@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from meshloom.config.errors import UserError
@@ -126,9 +125,8 @@ def build_actor(
     """The model to train, from its folder or from a checkpoint; adapters and optimizer are restored by the caller."""
     where = pick_device(device)
     path = checkpoint / MODEL if checkpoint is not None and settings.lora is None else settings.path
-    module: torch.nn.Module = load_model(path, pick_dtype(settings.dtype, where), where)
-    if settings.lora is not None:
-        module = add_lora(module, settings.lora, seed)
+    plain = load_model(path, pick_dtype(settings.dtype, where), where)
+    module = plain if settings.lora is None else add_lora(plain, settings.lora, seed)
     return TrainedModel(module, settings, bound, optimizer)
 
 
@@ -180,7 +178,7 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
     """Text of token ids, special tokens removed."""
 
     def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     return decode
 

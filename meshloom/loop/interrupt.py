@@ -8,6 +8,7 @@ import _thread
 import signal
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 
 class Interrupt:
@@ -20,7 +21,7 @@ class Interrupt:
     def __init__(self, notice: Callable[[str], None]) -> None:
         self.wanted = False
         self._notice = notice
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -182,7 +182,9 @@ class RLProgram:
     def save(self) -> None:
         """Everything that decides the future, as of now."""
         with self.session.clock.phase("save"):
-            tensors, groups = {}, []
+            tensors: dict[str, torch.Tensor] = {}
+            meta: dict[str, list[Any]] = {}
+            groups = []
             if len(self.buffer):
                 tensors, meta = to_parts(concat(self.buffer.groups))
                 groups = [len(group) for group in self.buffer.groups]
@@ -193,7 +195,7 @@ class RLProgram:
                 "order": self.order.state(),
                 "buffer": {
                     "groups": groups,
-                    "meta": meta if groups else {},
+                    "meta": meta,
                     "dropped_stale": self.buffer.dropped_stale,
                 },
             }

@@ -126,7 +126,7 @@ def run_sft(settings: SftSettings, *, resume: bool) -> int:
     )
     require_vocabulary(model, (example.ids for example in examples))
     set_end_tokens(model, settings.data, tokenizer)
-    if cut is not None:
+    if cut is not None and checkpoint is not None:
         order.load(cut.values["order"])
         restore(model, checkpoint, updates=cut.values["step"])
     with open_session(settings, plan, model, resume=resume, cut=cut) as session:

@@ -61,7 +61,7 @@ def run_training(settings: TrainSettings, *, resume: bool) -> int:
         roles = _build_roles(settings, pool, tokenizer, prompts, held_out, checkpoint)
         require_vocabulary(roles.actor, (prompt.ids for prompt in (*prompts, *held_out)))
         roles.check()
-        if cut is not None:
+        if cut is not None and checkpoint is not None:
             restore(roles.actor, checkpoint, updates=cut.values["version"])
         session = resources.enter_context(open_session(settings, plan, roles.actor, resume=resume, cut=cut))
         if dropped:

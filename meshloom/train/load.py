@@ -15,7 +15,7 @@ from meshloom.config.errors import UserError
 from meshloom.config.settings import LoraSettings
 from meshloom.plan.model_folder import read_model_folder
 from meshloom.train.attention import use_layouts
-from meshloom.train.head import check_head
+from meshloom.train.head import check_head, decoder_of
 
 # A run has its own display; loading bars and warnings of a library would break it. What matters is an error here.
 transformers_logging.set_verbosity_error()
@@ -94,7 +94,7 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A causal language model on a device, attending through layouts.
+    """A causal language model on a device, attending through layouts. What takes no part in text is frozen.
 
     Raises:
         UserError: if the folder cannot be loaded, weights are missing from it, or its family is not supported.
@@ -115,7 +115,19 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
     use_layouts(model)
     model.to(device).eval()
     check_head(model)
+    for module in _apart_from_text(model).values():
+        module.requires_grad_(False)
     return model
+
+
+def _apart_from_text(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """Modules with weights of their own that take no part in text, such as an image encoder, by name."""
+    taken = {id(p) for part in (decoder_of(model), model.get_output_embeddings()) for p in part.parameters()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (own := list(module.parameters(recurse=False))) and not taken.intersection(map(id, own))
+    }
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> torch.nn.Module:
@@ -132,6 +144,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> torch
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules="all-linear" if targets == ("all-linear",) else list(targets),
+        exclude_modules=list(_apart_from_text(model)) or None,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
