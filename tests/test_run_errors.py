@@ -258,6 +258,14 @@ def test_a_reward_that_cannot_be_used(case: str, inputs: Path, capsys: pytest.Ca
     refused(command(train_settings(inputs, inputs / "new", *changes)), inputs, said, capsys)
 
 
+def test_a_logger_that_cannot_be_opened(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It used to be said after the run folder was made, which then was not empty for the next try."""
+    train = command(train_settings(inputs, inputs / "new", "logging.loggers=[tensorbord]"))
+    refused(train, inputs, ["there is no logger 'tensorbord'", "did you mean tensorboard?"], capsys)
+    sft = command(sft_settings(inputs, inputs / "other", "logging.loggers=[tensorbord]"))
+    refused(sft, inputs, ["did you mean tensorboard?"], capsys)
+
+
 def test_no_reward_at_all(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = command(train_settings(inputs, inputs / "new", "reward.function=null"))
     refused(args, inputs, ["a reward function is needed", "reward.function"], capsys)

@@ -23,6 +23,7 @@ from meshloom.loop.build import (
     set_end_tokens,
 )
 from meshloom.loop.session import Cut, Session, due, read_cut, set_random_states
+from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.samples import Samples
 from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
@@ -113,6 +114,7 @@ def run_sft(settings: SftSettings, *, resume: bool) -> int:
     check_model_folder(settings.model.path)
     pick_device(settings.device)
     check_free(settings.run_dir, resume=resume)
+    check_loggers(settings.logging.loggers)
     checkpoint = find_checkpoint(settings) if resume else None
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)

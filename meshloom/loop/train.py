@@ -29,6 +29,7 @@ from meshloom.loop.build import (
 from meshloom.loop.collect import Collector
 from meshloom.loop.rl import RLProgram, Roles
 from meshloom.loop.session import read_cut, set_random_states
+from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.rewards.pool import RewardPool
 from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
@@ -47,6 +48,7 @@ def run_training(settings: TrainSettings, *, resume: bool) -> int:
     check_model_folder(settings.model.path)
     pick_device(settings.device)
     check_free(settings.run_dir, resume=resume)
+    check_loggers(settings.logging.loggers)
     checkpoint = find_checkpoint(settings) if resume else None
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)

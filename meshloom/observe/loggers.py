@@ -49,22 +49,32 @@ class Logger(Protocol):
 LOGGERS: dict[str, Callable[[LoggerContext], Logger]] = {}
 """Loggers by name."""
 
+_PACKAGES: dict[str, str] = {}
+"""The module that a logger needs, by the logger's name."""
+
 
 Factory = TypeVar("Factory", bound=Callable[[LoggerContext], Logger])
 
 
-def register_logger(name: str) -> Callable[[Factory], Factory]:
-    """Make a class, or a function that returns a logger, available under ``name`` in ``logging.loggers``."""
+def register_logger(name: str, *, package: str | None = None) -> Callable[[Factory], Factory]:
+    """Make a class, or a function that returns a logger, available under ``name`` in ``logging.loggers``.
+
+    Args:
+        name: of the logger, and of what is to be installed for it.
+        package: module that it needs.
+    """
 
     def register(factory: Factory) -> Factory:
         LOGGERS[name] = factory
+        if package is not None:
+            _PACKAGES[name] = package
         return factory
 
     return register
 
 
-def open_loggers(names: Sequence[str], context: LoggerContext) -> "Loggers":
-    """Open loggers by name. Either all of them are open afterwards, or none.
+def check_loggers(names: Sequence[str]) -> None:
+    """Check that loggers can be opened; nothing is written.
 
     Raises:
         UserError: if a name is unknown, or a service's package is not installed.
@@ -74,6 +84,17 @@ def open_loggers(names: Sequence[str], context: LoggerContext) -> "Loggers":
             near = difflib.get_close_matches(name, LOGGERS, n=1)
             fix = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(LOGGERS))}"
             raise UserError(f"there is no logger {name!r}", where="logging.loggers", fix=fix)
+        if name in _PACKAGES:
+            _package(_PACKAGES[name], install=name)
+
+
+def open_loggers(names: Sequence[str], context: LoggerContext) -> "Loggers":
+    """Open loggers by name. Either all of them are open afterwards, or none.
+
+    Raises:
+        UserError: as ``check_loggers``.
+    """
+    check_loggers(names)
     loggers = Loggers()
     try:
         for name in dict.fromkeys(names):
@@ -109,7 +130,7 @@ def flat_values(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-@register_logger("tensorboard")
+@register_logger("tensorboard", package="torch.utils.tensorboard")
 class TensorBoardLogger:
     """Event files in ``tensorboard/`` of the run folder."""
 
@@ -126,7 +147,7 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-@register_logger("wandb")
+@register_logger("wandb", package="wandb")
 class WandbLogger:
     """Weights & Biases. The step is an axis of its own, since wandb's own counter refuses to go back on a resume."""
 
@@ -149,7 +170,7 @@ class WandbLogger:
         self._run.finish()
 
 
-@register_logger("mlflow")
+@register_logger("mlflow", package="mlflow")
 class MlflowLogger:
     """MLflow: the project is the experiment."""
 
@@ -175,7 +196,7 @@ class MlflowLogger:
         self._client.set_terminated(self._id)
 
 
-@register_logger("swanlab")
+@register_logger("swanlab", package="swanlab")
 class SwanLabLogger:
     """SwanLab; its local files go to ``swanlab/`` of the run folder."""
 
