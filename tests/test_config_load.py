@@ -315,3 +315,13 @@ def test_settings_load_without_torch() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run used to go into a folder called ``~``; a shell does not replace it after ``a.b=``."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    given = ["run_dir=~/runs/a", "model.path=~/m", "data.train.files=[~/a.jsonl, b.jsonl]", "reward.function=~/r.py:f"]
+    loaded = load_settings(TrainSettings, None, given)
+    assert (loaded.run_dir, loaded.model.path) == ("/home/ada/runs/a", "/home/ada/m")
+    assert loaded.data.train.files == ("/home/ada/a.jsonl", "b.jsonl")
+    assert loaded.reward.function == "/home/ada/r.py:f"

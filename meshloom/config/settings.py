@@ -5,10 +5,11 @@ files' contents. Always holds: an unknown key is an error, a value never changes
 room reads fails the tests.
 """
 
+import os
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 from meshloom.config.provenance import Provenance
 
@@ -17,6 +18,8 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Name of a file or folder, relative to the current directory; ``~`` is the home folder, which no shell puts in after ``=``."""
 
 
 class Settings(BaseModel):
@@ -48,7 +51,7 @@ class LoraSettings(Settings):
 class ModelSettings(Settings):
     """Which model is trained and in which arithmetic."""
 
-    path: str
+    path: Place
     """Hugging Face folder: config.json, safetensors, tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of forward and backward. ``auto``: bfloat16 on a GPU, float32 elsewhere. The optimizer always works on
@@ -64,9 +67,9 @@ class ModelSettings(Settings):
 class SourceSettings(Settings):
     """Where rows come from. Exactly one of ``files``, ``dataset`` and ``reasoning_gym`` is given."""
 
-    files: tuple[str, ...] = ()
+    files: tuple[Place, ...] = ()
     """Parquet (.parquet) or JSON Lines (.jsonl) files, read in this order."""
-    dataset: str | None = None
+    dataset: Place | None = None
     """Name or folder for ``datasets.load_dataset`` (extra: datasets)."""
     split: str = "train"
     """Split of ``dataset``."""
@@ -115,7 +118,7 @@ class DataSettings(Settings):
 class RewardSettings(Settings):
     """How a response gets its number."""
 
-    function: str | None = None
+    function: Place | None = None
     """``file.py:function``, or a named verifier: ``exact_match``, ``regex``, ``math_verify``, ``reasoning_gym``.
     Default: the verifier of the data source where it has one."""
     kwargs: dict[str, int | float | bool | str | None] = Field(default_factory=dict)
@@ -297,7 +300,7 @@ class LoggingSettings(Settings):
 class RunSettings(Settings):
     """What every run has."""
 
-    run_dir: str
+    run_dir: Place
     """Folder of the run: settings, plan, metrics, samples, checkpoints, report."""
     seed: int = 0
     """Seed of everything random: order of rows, sampling, adapters, dropout."""
@@ -339,7 +342,8 @@ class SftDataSettings(DataSettings):
     """Rows of supervised fine-tuning: a prompt and a response, or a whole chat."""
 
     response_column: str = "response"
-    """Column of the response that is learned. A chat that ends with an assistant message needs none."""
+    """Column of the response that is learned. A chat that ends with an assistant message needs none: that last message is
+    learned, earlier ones of the assistant are only read."""
     max_response_tokens: Count = 1024
     """Longest response in tokens, its end token included."""
 

@@ -60,8 +60,8 @@ def batch_metrics(batch: Samples, *, threshold: float) -> dict[str, float]:
 def _part_means(batch: Samples) -> dict[str, float]:
     """Means of the further numbers a reward function returned."""
     values: dict[str, list[float]] = {}
-    for parts in batch.meta["parts"]:
-        for name, value in parts.items():
+    for parts, valid in zip(batch.meta["parts"], batch["valid"].tolist(), strict=True):
+        for name, value in parts.items() if valid else ():
             values.setdefault(name, []).append(value)
     return {f"reward/{name}": sum(column) / len(column) for name, column in sorted(values.items())}
 
