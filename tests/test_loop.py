@@ -29,8 +29,8 @@ from meshloom.train.model import MicrobatchBound
 from tests.lesson_runs import (
     assert_same_run,
     command,
-    start,
     sft_settings,
+    start,
     steps_logged,
     train_settings,
     wait_until,
@@ -204,6 +204,17 @@ def test_equal_rewards_everywhere_warn_and_teach_nothing(
     before = load_file(inputs / "model" / "model.safetensors")
     for name, tensor in weights(tmp_path / "run").items():
         assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce_plus_plus"])
+def test_samples_that_teach_without_a_group_are_not_warned_about(
+    advantage: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every step of such a run was said to teach nothing."""
+    changes = *BRIEF, "batch.samples_per_prompt=1", f"algorithm.advantage={advantage}", "batch.steps=1"
+    assert run_training(train_settings(inputs, tmp_path / "run", *changes), resume=False) == 0
+    assert "teaches nothing" not in capsys.readouterr().out
+    assert metrics(tmp_path / "run")[0]["grad_norm"] > 0
 
 
 def test_groups_that_miss_the_deadline_are_retried_dropped_and_counted(

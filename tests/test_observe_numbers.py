@@ -25,6 +25,7 @@ def test_wilson_interval_is_symmetric_and_holds_at_the_ends():
     low, high = wilson_interval(30, 100)
     assert wilson_interval(70, 100) == pytest.approx((1 - high, 1 - low))
     assert wilson_interval(0, 0) == (0.0, 1.0)
+    assert wilson_interval(0, 5) < wilson_interval(0.5, 5) < wilson_interval(1, 5)
     assert wilson_interval(500, 500)[1] == 1.0
     with pytest.raises(ValueError):
         wilson_interval(3, 2)

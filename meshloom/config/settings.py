@@ -18,6 +18,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Place = Annotated[str, AfterValidator(os.path.expanduser)]
 """Name of a file or folder, relative to the current directory; ``~`` is the home folder, which no shell puts in after ``=``."""
 
@@ -302,7 +303,7 @@ class RunSettings(Settings):
 
     run_dir: Place
     """Folder of the run: settings, plan, metrics, samples, checkpoints, report."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of everything random: order of rows, sampling, adapters, dropout."""
     device: str = "auto"
     """``auto``: the first GPU, or the processor; or ``cpu``, ``cuda``, ``cuda:1``."""

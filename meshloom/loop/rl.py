@@ -110,7 +110,7 @@ class RLProgram:
 
     def judge(self, batch: Samples) -> Samples:
         """Log-probs where the algorithm needs them before the update, and advantages."""
-        check_rewards(batch, self.settings.reward, self.session.display.notice)
+        check_rewards(batch, self.settings, self.session.display.notice)
         algorithm, temperature = self.settings.algorithm, self.settings.rollout.sampling.temperature
         if self._needs_old_logprob():
             with self.session.clock.phase("log_prob"):

@@ -7,23 +7,27 @@ no mean.
 from collections import Counter
 from collections.abc import Callable
 
+import torch
+
 from meshloom.algorithms.shaping import has_spread
 from meshloom.config.errors import RunFault
-from meshloom.config.settings import RewardSettings
+from meshloom.config.names import GROUP_ADVANTAGES
+from meshloom.config.settings import TrainSettings
 from meshloom.loop.validate import length_metrics
 from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples
 
 
-def check_rewards(batch: Samples, settings: RewardSettings, notice: Callable[[str], None]) -> None:
-    """Warn when a step teaches nothing.
+def check_rewards(batch: Samples, settings: TrainSettings, notice: Callable[[str], None]) -> None:
+    """Warn when a step teaches nothing: no group has any spread of rewards, or, where the estimator compares no groups or
+    each has one sample, the batch has none.
 
     Raises:
         RunFault: if too many rewards are invalid.
     """
     valid = batch["valid"]
     invalid_share = 1.0 - float(valid.double().mean())
-    if invalid_share > settings.max_invalid_share:
+    if invalid_share > settings.reward.max_invalid_share:
         reasons = Counter(reason for reason in batch.meta["invalid"] if reason is not None)
         reason, count = reasons.most_common(1)[0]
         raise RunFault(
@@ -32,9 +36,12 @@ def check_rewards(batch: Samples, settings: RewardSettings, notice: Callable[[st
             why=f"most often ({count} of {len(batch)}): {reason}",
             fix="mend the reward function, or raise reward.max_invalid_share",
         )
-    if not bool(has_spread(batch["reward"], batch["group"], valid).any()):
+    grouped = settings.algorithm.advantage in GROUP_ADVANTAGES and settings.batch.samples_per_prompt > 1
+    group = batch["group"] if grouped else torch.zeros_like(batch["group"])
+    if not bool(has_spread(batch["reward"], group, valid).any()):
+        what = "no group has" if grouped else "the samples do not have"
         value = float(batch["reward"][valid].mean()) if bool(valid.any()) else float("nan")
-        notice(f"warning: no group has any spread of rewards (mean {value:.3g}); this step teaches nothing")
+        notice(f"warning: {what} any spread of rewards (mean {value:.3g}); this step teaches nothing")
 
 
 def batch_metrics(batch: Samples, *, threshold: float) -> dict[str, float]:

@@ -64,8 +64,9 @@ def validation_metrics(samples: Samples, *, threshold: float) -> dict[str, float
     groups = samples["group"]
     counts = [(int(valid[groups == g].sum()), int(solved[groups == g].sum())) for g in groups.unique().tolist()]
     counts = [(n, c) for n, c in counts if n]
-    accuracy = sum(c / n for n, c in counts) / len(counts)
-    low, high = wilson_interval(round(accuracy * len(counts)), len(counts))
+    shares = sum(c / n for n, c in counts)
+    accuracy = shares / len(counts)
+    low, high = wilson_interval(min(shares, len(counts)), len(counts))
     metrics |= {
         "accuracy": accuracy,
         "accuracy_low": low,

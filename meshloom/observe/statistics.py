@@ -8,11 +8,11 @@ from math import comb, sqrt
 from statistics import NormalDist
 
 
-def wilson_interval(successes: int, trials: int, *, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: int, *, confidence: float = 0.95) -> tuple[float, float]:
     """Confidence interval of a share (Wilson 1927; it stays inside 0 and 1 and holds for few trials).
 
     Args:
-        successes: how often it happened, 0 to ``trials``.
+        successes: how often it happened, 0 to ``trials``; a trial that happened in part counts as that part.
         trials: how often it could have happened; none at all gives the whole range, (0, 1).
         confidence: probability that the interval covers the true share, between 0 and 1.
 
