@@ -178,7 +178,7 @@ def require_room(folder: Path, num_bytes: int, what: str) -> None:
 class CheckpointStore:
     """The checkpoints of one run. One process at a time writes into the folder.
 
-    Opening it makes the folder, and removes what dead processes left half-written.
+    Opening it makes the folder, and removes what dead processes left: half-written checkpoints, and those no longer kept.
 
     Args:
         folder: where the checkpoints are.
@@ -194,6 +194,8 @@ class CheckpointStore:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._clean()
+        # A process may have died between the end of a save and this.
+        self._prune()
 
     def __enter__(self) -> "CheckpointStore":
         return self
