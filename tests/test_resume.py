@@ -168,9 +168,11 @@ def test_a_signal_stops_at_the_next_boundary_saved(
 
 def test_a_second_signal_stops_now_and_the_run_resumes(inputs: Path, uninterrupted: tuple[Path, float]) -> None:
     run_dir, output = inputs / "twice", inputs / "twice.out"
-    settings = slow_run(inputs, run_dir, "checkpoint.every_steps=2")
+    settings = slow_run(inputs, run_dir, "checkpoint.every_steps=2", "reward.kwargs={slow: 0.05}")
     process = start(command(settings), output)
     assert wait_until(lambda: 3 in steps_logged(run_dir), process), output.read_text()
+    # The record is written just before the boundary at which the first signal would stop the run and save it.
+    time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
     assert wait_until(lambda: "once more to stop now" in output.read_text(), process)
     os.kill(process.pid, signal.SIGINT)
