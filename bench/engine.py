@@ -25,7 +25,6 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from meshloom.rollout.protocol import Request, SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.train.attention import use_layouts
-from meshloom.train.linear import use_processor_kernels
 
 MODELS = {
     "tiny": dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
@@ -94,7 +93,6 @@ def compare(
 ) -> None:
     theirs, ours = build(name), build(name)
     use_layouts(ours)
-    use_processor_kernels(ours)
     random = np.random.default_rng(1)
     vocabulary = MODELS[name]["vocab_size"]
     prompts = [random.integers(1, vocabulary, random.integers(16, 65)).tolist() for _ in range(count)]

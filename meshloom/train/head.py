@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from meshloom.config.errors import UserError
 from meshloom.train.attention import PackedAttention
-from meshloom.train.linear import linear
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
@@ -63,7 +62,7 @@ class OutputHead:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits of hidden states, [N, V]. Differentiable in the hidden states and the weight."""
-        return self.finish(linear(hidden_ND, self.weight, self.bias))
+        return self.finish(nn.functional.linear(hidden_ND, self.weight, self.bias))
 
     def finish(self, projected_NV: Tensor) -> Tensor:
         """What comes after the matrix product: float32, scaling, soft cap. Works on any slice of the vocabulary."""

@@ -16,7 +16,6 @@ from meshloom.config.settings import LoraSettings
 from meshloom.plan.model_folder import read_model_folder
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import check_head, decoder_of
-from meshloom.train.linear import use_processor_kernels
 
 # A run has its own display; loading bars and warnings of a library would break it. What matters is an error here.
 transformers_logging.set_verbosity_error()
@@ -114,7 +113,6 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
             why="they would be random numbers",
         )
     use_layouts(model)
-    use_processor_kernels(model)
     model.to(device).eval()
     check_head(model)
     for module in _apart_from_text(model).values():

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from meshloom.train.head import OutputHead
-from meshloom.train.linear import linear
 
 
 def logprobs_and_entropy(
@@ -89,7 +88,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 g_CV *= slope
             narrow_CV = g_CV.to(weight_VD.dtype)
             if grad_hidden_ND is not None:
-                grad_hidden_ND[part] = linear(narrow_CV, weight_VD.t())
+                grad_hidden_ND[part] = narrow_CV @ weight_VD
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, narrow_CV.T, hidden_CD)
             if grad_bias_V is not None:
@@ -104,9 +103,9 @@ def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
-def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
-    """Add a matrix product to a total that may be wider; in place, unless the product is no larger than the logits were."""
-    if total_VD.dtype != left_VC.dtype or right_CD.shape[1] <= right_CD.shape[0]:
-        total_VD += linear(left_VC, right_CD.t())
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product to a total that may be wider."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
     else:
-        total_VD.addmm_(left_VC, right_CD)
+        total += left @ right
