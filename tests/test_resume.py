@@ -157,12 +157,14 @@ def test_a_signal_stops_at_the_next_boundary_saved(
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == 130
-    assert "stopping at the next boundary, saved; once more to stop now" in output.read_text()
+    assert "stopping after this step, then saving; Ctrl-C again stops at once without saving" in output.read_text()
     done = max(steps_logged(run_dir))
+    told = f"stopped after step {done} of 6, saved; go on with: meshloom train {run_dir}/settings.yaml --resume"
+    assert told in output.read_text().splitlines()
     assert 1 <= done < 6
     assert whole_checkpoints(run_dir) == [done]
     assert read_status(run_dir)["state"] == "stopped"
-    assert finish(command(settings, "--resume"), output) == 0
+    assert finish(["train", str(run_dir / "settings.yaml"), "--resume"], output) == 0
     assert_same_run(uninterrupted[0], run_dir, only_last=True)
 
 
@@ -174,11 +176,11 @@ def test_a_second_signal_stops_now_and_the_run_resumes(inputs: Path, uninterrupt
     # The record is written just before the boundary at which the first signal would stop the run and save it.
     time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
-    assert wait_until(lambda: "once more to stop now" in output.read_text(), process)
+    assert wait_until(lambda: "stopping after this step" in output.read_text(), process)
     os.kill(process.pid, signal.SIGINT)
     process.join(60)
     assert process.exitcode == 130
-    assert output.read_text().endswith("stopped\n")
+    assert f"goes on from step 2 with: meshloom train {run_dir}/settings.yaml --resume\nstopped\n" in output.read_text()
     assert max(steps_logged(run_dir)) == 3
     assert whole_checkpoints(run_dir) == [2]
     assert read_status(run_dir)["state"] == "stopped"

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+NOTICE = "stopping after this step, then saving; Ctrl-C again stops at once without saving"
+
 
 class Interrupt:
     """Context that turns signals into a wish to stop.
@@ -42,4 +44,4 @@ class Interrupt:
         self.wanted = True
         # The main thread may be inside the very stream the notice goes to, which it cannot enter twice. ``threading`` has a
         # lock of the same kind.
-        _thread.start_new_thread(self._notice, ("stopping at the next boundary, saved; once more to stop now",))
+        _thread.start_new_thread(self._notice, (NOTICE,))

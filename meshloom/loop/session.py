@@ -7,7 +7,7 @@ it are dropped on resume.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +15,19 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshloom.config.settings import CheckpointSettings, LoggingSettings, SftSettings, TrainSettings
 from meshloom.loop.interrupt import Interrupt
 from meshloom.observe.display import open_display
+from meshloom.observe.ending import finished_lines, has_records, interrupted_lines, stopped_lines
 from meshloom.observe.loggers import LoggerContext, open_loggers
 from meshloom.observe.report import write_report
 from meshloom.observe.run_folder import RunFolder, RunState
 from meshloom.observe.timing import PhaseClock, peak_memory
-from meshloom.train.checkpoint_store import CheckpointStore
+from meshloom.train.checkpoint_store import CheckpointStore, latest_checkpoint
 from meshloom.train.snapshot import ModelSnapshot
 
 STATE, TENSORS = "state.json", "state.safetensors"
@@ -61,6 +63,7 @@ class Session:
         self, folder: RunFolder, settings: TrainSettings | SftSettings, *, steps: int, first_step: int
     ) -> None:
         self.folder, self.settings, self.steps, self.saved_step = folder, settings, steps, first_step
+        self._first_step, self._began = first_step, time.monotonic()
         checkpoint: CheckpointSettings = settings.checkpoint
         logging: LoggingSettings = settings.logging
         self._resources = ExitStack()
@@ -96,6 +99,10 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._resources.__exit__(kind, error, trace)
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            newest = latest_checkpoint(self.folder.checkpoints)
+            saved_step = 0 if newest is None else int(read_cut(newest).values["step"])
+            self._say(interrupted_lines(self._command, self.folder.path, saved_step=saved_step))
 
     @property
     def stop_wanted(self) -> bool:
@@ -134,12 +141,28 @@ class Session:
         self.saved_step = step
 
     def end(self, *, step: int, stopped: bool) -> int:
-        """Wait for the last checkpoint, note how the run ended, write the report; the exit code."""
+        """Wait for the last checkpoint, note how the run ended, write the report, say how to go on; the exit code."""
         self.store.wait()
-        state = RunState.STOPPED if stopped else RunState.FINISHED
+        state, path = RunState.STOPPED if stopped else RunState.FINISHED, self.folder.path
         self.folder.set_status(state, step=step, steps=self.steps)
-        write_report(self.folder.path)
-        return 130 if stopped else 0
+        if has_records(path):
+            write_report(path)
+        self.display.close()
+        if stopped:
+            self._say(stopped_lines(self._command, path, step=step, steps=self.steps))
+            return 130
+        seconds = time.monotonic() - self._began
+        self._say(finished_lines(path, steps=self.steps, first_step=self._first_step, seconds=seconds))
+        return 0
+
+    @property
+    def _command(self) -> str:
+        return "train" if isinstance(self.settings, TrainSettings) else "sft"
+
+    def _say(self, lines: Sequence[str]) -> None:
+        console = Console()
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def due(every_steps: int, step: int) -> bool:

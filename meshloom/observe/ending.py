@@ -1,0 +1,70 @@
+"""What a run says when it ends: how far it came, where its results are, and the command that goes on from there.
+
+Owns: the words of an ending. Refuses to know: how the run was trained. Always holds: a line is never wrapped, so that a
+command or a path in it can be copied.
+"""
+
+import os
+import shlex
+from pathlib import Path
+
+from meshloom.observe.format import percent_text, plural, seconds_text
+from meshloom.observe.history import milestones, read_stages
+from meshloom.observe.records import read_metrics
+from meshloom.observe.report import REPORT_FILE
+from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE
+
+
+def resume_command(command: str, run_dir: Path) -> str:
+    """What to type to go on with the run of a folder: its own settings file holds all that was given."""
+    return f"meshloom {command} {_quoted(run_dir / SETTINGS_FILE)} --resume"
+
+
+def stopped_lines(command: str, run_dir: Path, *, step: int, steps: int) -> list[str]:
+    """The ending of a run that was stopped after ``step`` of ``steps`` and saved."""
+    where = f"stopped after step {step} of {steps}, saved" if step else f"stopped before step 1 of {steps}"
+    return [f"{where}; go on with: {resume_command(command, run_dir)}"]
+
+
+def interrupted_lines(command: str, run_dir: Path, *, saved_step: int) -> list[str]:
+    """The ending of a run that was stopped at once, within a step; ``saved_step``: of its newest checkpoint, or 0."""
+    where = f"goes on from step {saved_step}" if saved_step else "nothing was saved yet, so it begins anew"
+    return [f"stopped at once; {where} with: {resume_command(command, run_dir)}"]
+
+
+def finished_lines(run_dir: Path, *, steps: int, first_step: int, seconds: float) -> list[str]:
+    """The ending of a run that did all its steps.
+
+    Args:
+        run_dir: folder of the run.
+        steps: of the whole run.
+        first_step: steps that were done before this process began.
+        seconds: since then.
+    """
+    if first_step >= steps:
+        done = f"finished: all {plural(steps, 'step')} had been done before"
+    elif first_step:
+        done = f"finished {plural(steps, 'step')}, the last {steps - first_step} in {seconds_text(seconds)}"
+    else:
+        done = f"finished {plural(steps, 'step')} in {seconds_text(seconds)}"
+    lines = [done + _accuracy(run_dir)]
+    checkpoints = sorted((run_dir / CHECKPOINTS_FOLDER).glob("step-*"))
+    places = {"report": run_dir / REPORT_FILE, "checkpoint": checkpoints[-1] if checkpoints else None}
+    lines += [f"{label + ':':<11} {path}" for label, path in places.items() if path is not None and path.exists()]
+    return [*lines, f"{'next:':<11} meshloom export {_quoted(run_dir)} OUT"]
+
+
+def has_records(run_dir: Path) -> bool:
+    """Whether there is anything to report."""
+    return bool(read_metrics(run_dir))
+
+
+def _accuracy(run_dir: Path) -> str:
+    if not has_records(run_dir):
+        return ""
+    found = milestones(read_stages(run_dir, {}))
+    return "   accuracy " + " → ".join(percent_text(mark.accuracy) for mark in found) if found else ""
+
+
+def _quoted(path: str | os.PathLike[str]) -> str:
+    return shlex.quote(str(path))
