@@ -19,11 +19,13 @@ from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
 from meshloom.loop.build import build_actor, build_engine, decoder, sampling_params
 from meshloom.loop.collect import Collected, Collector, Draw
+from meshloom.loop.step_metrics import SpreadWatch
 from meshloom.loop.train import run_training
 from meshloom.observe.records import read_metrics, read_samples
 from meshloom.observe.run_folder import read_status
 from meshloom.observe.timing import PhaseClock
 from meshloom.rewards.pool import RewardPool
+from meshloom.samples import Samples
 from meshloom.train.load import load_tokenizer
 from meshloom.train.model import MicrobatchBound
 from tests.lesson_runs import (
@@ -116,7 +118,10 @@ def test_a_reward_that_fails_costs_its_own_samples_only(inputs: Path, tmp_path: 
             assert sample["invalid"].startswith(f"{reason}: ")
             assert sample["advantage"] == 0
     (step,) = metrics(tmp_path / "run")
-    assert step["reward_invalid"] == 12
+    assert (step["samples"], step["reward_invalid"]) == (24, 12)
+    assert {reason: step[f"reward_invalid/{reason}"] for reason in reasons.values()} == dict.fromkeys(
+        reasons.values(), 3
+    )
     valid = [sample["reward"] for sample in samples if sample["reward"] is not None]
     assert step["reward_mean"] == pytest.approx(sum(valid) / 12)
 
@@ -195,15 +200,38 @@ def test_too_many_invalid_rewards_stop_the_run_which_resumes_once_the_function_i
 def test_equal_rewards_everywhere_warn_and_teach_nothing(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The warning came again at each step, and flooded the terminal."""
     changes = [*BRIEF, reward(tmp_path / "own", "def score(request):\n    return 0.25\n"), "optimizer.weight_decay=0.0"]
+    changes += ["batch.steps=6"]
     assert run_training(train_settings(inputs, tmp_path / "run", *changes), resume=False) == 0
-    warning = "warning: no group has any spread of rewards (mean 0.25); this step teaches nothing"
-    assert capsys.readouterr().out.count(warning) == 2
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: no group")]
+    assert warnings == [
+        "warning: no group has any spread of rewards (mean 0.25); this step teaches nothing",
+        "warning: no group has had any spread of rewards for 5 steps (mean 0.25); they taught nothing: look at "
+        "samples.jsonl: the task may be too hard or the reward too strict",
+    ]
     for step in metrics(tmp_path / "run"):
         assert (step["grad_norm"], step["groups_without_spread"]) == (0, 4)
     before = load_file(inputs / "model" / "model.safetensors")
     for name, tensor in weights(tmp_path / "run").items():
         assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize(("reward", "cause"), [(0.0, "too hard or the reward too strict"), (1.0, "too easy")])
+def test_steps_without_spread_are_told_of_at_the_first_the_fifth_in_a_row_and_each_fiftieth(
+    inputs: Path, reward: float, cause: str
+) -> None:
+    told: list[tuple[int, str]] = []
+    watch = SpreadWatch(train_settings(inputs, inputs / "unused"), lambda text: told.append((step, text)))
+
+    def batch(*rewards: float) -> Samples:
+        columns = {"reward": torch.tensor(rewards), "valid": torch.tensor([True, True]), "group": torch.tensor([0, 0])}
+        return Samples(lengths=torch.tensor([1, 1]), rows=columns)
+
+    for step in range(1, 112):
+        watch.look(batch(reward, reward) if step != 9 else batch(0.0, 1.0))
+    assert [step for step, _ in told] == [1, 5, 14, 59, 109]
+    assert cause in told[1][1] and "for 50 steps" in told[3][1] and "teaches nothing" in told[0][1]
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "reinforce_plus_plus"])

@@ -77,8 +77,74 @@ def test_a_narrow_terminal_shows_fewer_columns_and_each_number_whole(width):
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     assert "…" not in text
     last = text[text.rindex(" step ") :].splitlines()
-    assert set(last[0].split()) <= {"step", "reward", "solved", "accuracy", "tokens", "entropy", "gap", "grad"}
+    assert set(last[0].split()) <= {
+        "step",
+        "reward",
+        "solved",
+        "accuracy",
+        "tokens",
+        "entropy",
+        "gap",
+        "grad",
+        "seconds",
+    }
     assert ("81.2 %" in last[1], "25.0 %" in last[1]) == (width >= 30, width >= 60)
+
+
+def drawn(out: io.StringIO) -> str:
+    """What was drawn, without the terminal's codes."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+
+
+def terminal(out: io.StringIO) -> Console:
+    return Console(file=out, width=120, height=40, force_terminal=True, color_system=None)
+
+
+def test_invalid_rewards_show_in_the_line_and_in_the_table():
+    """A run whose reward function failed for some samples looked like one in which it did not."""
+    given = train(1)
+    given["metrics"] |= {"samples": 32, "reward_invalid": 5.0, "reward_invalid/raised": 5.0}
+    mixed = train(2)
+    mixed["metrics"] |= {"reward_invalid": 3.0, "reward_invalid/died": 1.0, "reward_invalid/deadline": 2.0}
+    out, screen = io.StringIO(), io.StringIO()
+    with (
+        open_display("run", steps=3, console=Console(file=out)) as lines,
+        open_display("run", steps=3, console=terminal(screen)) as table,
+    ):
+        for display in (lines, table):
+            display.record(given)
+            display.record(mixed)
+            display.record(train(3) | {"metrics": {"reward_invalid": 0.0, "samples": 32, "reward_mean": 0.5}})
+    first, second, third = out.getvalue().splitlines()[1:]
+    assert "invalid 5 of 32 (raised)" in first and "invalid 3 (mostly deadline)" in second and "invalid" not in third
+    text = drawn(screen)
+    last = text[text.rindex(" step ") :].splitlines()
+    assert last[0].split()[:2] == ["step", "invalid"]
+    assert "5 of 32 (raised)" in last[1] and "3 (mostly deadline)" in last[2]
+
+
+def test_the_table_has_no_column_without_a_value():
+    """Supervised runs had a column for an accuracy that they never measure."""
+    out = io.StringIO()
+    with open_display("run", steps=3, console=terminal(out)) as display:
+        display.record({"step": 1, "kind": "sft", "metrics": {"loss": 0.5, "grad_norm": None}, "time": 1e9})
+    text = drawn(out)
+    assert text[text.rindex(" step ") :].splitlines()[0].split() == ["step", "loss", "seconds"]
+
+
+def test_a_resumed_run_says_where_it_started_and_goes_on_with_its_table():
+    """On a terminal nothing told a resumed run from a new one, and the accuracy before training was lost."""
+    out = io.StringIO()
+    earlier = [validation(0, 0.25), *(train(step, step / 20) for step in range(1, 16))]
+    with open_display("run", steps=60, first_step=15, earlier=earlier, console=terminal(out)) as display:
+        display.record(train(16, 0.8))
+        display.record(validation(16, 0.75))
+    text = drawn(out)
+    assert text.splitlines()[0].strip() == "run: 60 steps, 15 done"
+    last = text[text.rindex("   accuracy ") :]
+    assert "25.0 % → 75.0 %" in last and "16/60" in last
+    assert [int(n) for n in re.findall(r"^\s+(\d+) ", last, re.M)] == list(range(7, 17))
+    assert len(re.search(r"reward ([▁▂▃▄▅▆▇█]+)", last)[1]) == 16
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest():

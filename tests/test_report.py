@@ -238,3 +238,20 @@ def test_a_folder_without_metrics_is_a_clear_error(tmp_path):
     with pytest.raises(UserError, match="nothing to show"):
         write_report(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_invalid_rewards_are_counted_for_the_top_of_the_page(tmp_path: Path) -> None:
+    """They stood in a folded chart only."""
+    with RunFolder.create(tmp_path / "run") as run:
+        run.log_metrics(record(0, "validation", reward_invalid=2.0))
+        run.log_metrics(record(1, reward_invalid=3.0, **{"reward_invalid/raised": 2.0, "reward_invalid/died": 1.0}))
+        run.log_metrics(record(2, reward_invalid=4.0, **{"reward_invalid/raised": 4.0}))
+        run.log_metrics(record(3, reward_invalid=0.0))
+    (stage,) = page_data(read_stages(tmp_path / "run"), "run")["stages"]
+    assert stage["invalid"] == {
+        "validation": {"count": 2, "reasons": {}},
+        "train": {"count": 7, "reasons": {"raised": 6, "died": 1}},
+    }
+    assert all(
+        stage["invalid"] == {} for stage in page_data(read_stages(make_run(tmp_path / "good")), "good")["stages"]
+    )

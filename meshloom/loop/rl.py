@@ -17,7 +17,7 @@ from meshloom.loop.buffer import GroupBuffer
 from meshloom.loop.collect import Collected, Collector, Draw, sample_records
 from meshloom.loop.objective import PolicyObjective, learned, update_metrics, with_advantages
 from meshloom.loop.session import Cut, Session, due
-from meshloom.loop.step_metrics import batch_metrics, check_rewards, speed_metrics
+from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
 from meshloom.rollout.protocol import Engine
 from meshloom.samples import Samples, concat
@@ -69,6 +69,9 @@ class RLProgram:
     draws: int = 0
     accuracy: float | None = None
 
+    def __post_init__(self) -> None:
+        self.spread = SpreadWatch(self.settings, self.session.display.notice)
+
     def run(self) -> int:
         """Train until the last step or the wish to stop; the exit code."""
         if self.step == 0 and self.settings.validation.before_training and not self.session.stop_wanted:
@@ -110,7 +113,8 @@ class RLProgram:
 
     def judge(self, batch: Samples) -> Samples:
         """Log-probs where the algorithm needs them before the update, and advantages."""
-        check_rewards(batch, self.settings, self.session.display.notice)
+        check_rewards(batch, self.settings)
+        self.spread.look(batch)
         algorithm, temperature = self.settings.algorithm, self.settings.rollout.sampling.temperature
         if self._needs_old_logprob():
             with self.session.clock.phase("log_prob"):

@@ -24,6 +24,7 @@ from meshloom.loop.interrupt import Interrupt
 from meshloom.observe.display import open_display
 from meshloom.observe.ending import finished_lines, has_records, interrupted_lines, stopped_lines
 from meshloom.observe.loggers import LoggerContext, open_loggers
+from meshloom.observe.records import read_metrics
 from meshloom.observe.report import write_report
 from meshloom.observe.run_folder import RunFolder, RunState
 from meshloom.observe.timing import PhaseClock, peak_memory
@@ -75,7 +76,13 @@ class Session:
             self._resources.callback(self.store.close)
             title = folder.path.name
             self.display = self._resources.enter_context(
-                open_display(title, steps=steps, table=logging.table, first_step=first_step)
+                open_display(
+                    title,
+                    steps=steps,
+                    table=logging.table,
+                    first_step=first_step,
+                    earlier=read_metrics(folder.path) if first_step else (),
+                )
             )
             context = LoggerContext(
                 run_dir=folder.path,

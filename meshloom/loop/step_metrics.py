@@ -6,6 +6,7 @@ no mean.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -17,10 +18,12 @@ from meshloom.loop.validate import length_metrics
 from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples
 
+ADVISE_AT, REPEAT_EVERY = 5, 50
+"""Steps in a row without any spread of rewards after which the user is told again."""
 
-def check_rewards(batch: Samples, settings: TrainSettings, notice: Callable[[str], None]) -> None:
-    """Warn when a step teaches nothing: no group has any spread of rewards, or, where the estimator compares no groups or
-    each has one sample, the batch has none.
+
+def check_rewards(batch: Samples, settings: TrainSettings) -> None:
+    """Refuse a step most of whose rewards say nothing.
 
     Raises:
         RunFault: if too many rewards are invalid.
@@ -36,12 +39,49 @@ def check_rewards(batch: Samples, settings: TrainSettings, notice: Callable[[str
             why=f"most often ({count} of {len(batch)}): {reason}",
             fix="mend the reward function, or raise reward.max_invalid_share",
         )
-    grouped = settings.algorithm.advantage in GROUP_ADVANTAGES and settings.batch.samples_per_prompt > 1
-    group = batch["group"] if grouped else torch.zeros_like(batch["group"])
-    if not bool(has_spread(batch["reward"], group, valid).any()):
-        what = "no group has" if grouped else "the samples do not have"
-        value = float(batch["reward"][valid].mean()) if bool(valid.any()) else float("nan")
-        notice(f"warning: {what} any spread of rewards (mean {value:.3g}); this step teaches nothing")
+
+
+@dataclass
+class SpreadWatch:
+    """Tells the user about steps that teach nothing: no group has any spread of rewards, or, where the estimator compares no
+    groups or each has one sample, the batch has none.
+
+    It tells of the first such step, of the fifth in a row, with advice, and of each fiftieth.
+
+    Args:
+        settings: of the run.
+        notice: called with a sentence for the user.
+    """
+
+    settings: TrainSettings
+    notice: Callable[[str], None]
+    told: bool = False
+    in_a_row: int = 0
+
+    def look(self, batch: Samples) -> None:
+        """Look at the rewards of a step."""
+        settings, valid = self.settings, batch["valid"]
+        grouped = settings.algorithm.advantage in GROUP_ADVANTAGES and settings.batch.samples_per_prompt > 1
+        group = batch["group"] if grouped else torch.zeros_like(batch["group"])
+        if bool(has_spread(batch["reward"], group, valid).any()):
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        mean = float(batch["reward"][valid].mean()) if bool(valid.any()) else float("nan")
+        if self.in_a_row == ADVISE_AT or self.in_a_row % REPEAT_EVERY == 0:
+            self.notice(self._advice("group" if grouped else "batch", mean))
+        elif not self.told:
+            what = "no group has" if grouped else "the samples do not have"
+            self.notice(f"warning: {what} any spread of rewards (mean {mean:.3g}); this step teaches nothing")
+        self.told = True
+
+    def _advice(self, unit: str, mean: float) -> str:
+        solved = mean >= self.settings.validation.success_threshold
+        cause = "the task may be too easy or the reward too lenient" if solved else ""
+        return (
+            f"warning: no {unit} has had any spread of rewards for {self.in_a_row} steps (mean {mean:.3g}); they taught "
+            f"nothing: look at samples.jsonl: {cause or 'the task may be too hard or the reward too strict'}"
+        )
 
 
 def batch_metrics(batch: Samples, *, threshold: float) -> dict[str, float]:
@@ -50,7 +90,8 @@ def batch_metrics(batch: Samples, *, threshold: float) -> dict[str, float]:
     groups = batch["group"].unique()
     with_spread = batch["group"][has_spread(reward, batch["group"], valid)].unique()
     metrics = {
-        "reward_invalid": float((~valid).sum()),
+        "samples": len(batch),
+        **invalid_metrics(batch),
         "groups_without_spread": len(groups) - len(with_spread),
         **length_metrics(batch),
     }
@@ -62,6 +103,13 @@ def batch_metrics(batch: Samples, *, threshold: float) -> dict[str, float]:
             "solved_share": float((values >= threshold).double().mean()),
         }
     return metrics | _part_means(batch)
+
+
+def invalid_metrics(batch: Samples) -> dict[str, float]:
+    """How many rewards are invalid, and how many for each reason there was."""
+    reasons = Counter(text.partition(":")[0] for text in batch.meta["invalid"] if text is not None)
+    by_reason = {f"reward_invalid/{reason}": float(count) for reason, count in sorted(reasons.items())}
+    return {"reward_invalid": float((~batch["valid"]).sum()), **by_reason}
 
 
 def _part_means(batch: Samples) -> dict[str, float]:

@@ -6,7 +6,7 @@ off a terminal a record is exactly one line, without escape codes.
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -25,6 +25,8 @@ ROWS = 10
 
 BARS = "▁▂▃▄▅▆▇█"
 
+_INVALID = "invalid"
+
 _COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     "rl": (
         ("reward", "reward_mean"),
@@ -37,7 +39,6 @@ _COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "sft": (
         ("loss", "loss"),
-        ("accuracy", "accuracy"),
         ("grad", "grad_norm"),
         ("lr", "learning_rate"),
         ("tokens/s", "tokens_per_second"),
@@ -70,7 +71,13 @@ class Display(Protocol):
 
 
 def open_display(
-    title: str, *, steps: int, table: bool | None = None, first_step: int = 0, console: Console | None = None
+    title: str,
+    *,
+    steps: int,
+    table: bool | None = None,
+    first_step: int = 0,
+    earlier: Sequence[Mapping[str, Any]] = (),
+    console: Console | None = None,
 ) -> Display:
     """The display for this terminal.
 
@@ -79,11 +86,18 @@ def open_display(
         steps: steps of the whole run.
         table: whether to draw the live table. Default: when the output is a terminal.
         first_step: steps that an earlier run has done already.
+        earlier: the records of these steps, which the table goes on from.
         console: where to write. Default: standard output.
     """
     console = console or Console()
     live = console.is_terminal if table is None else table
-    return LiveDisplay(title, steps, first_step, console) if live else LineDisplay(title, steps, first_step, console)
+    if not live:
+        return LineDisplay(title, steps, first_step, console)
+    return LiveDisplay(title, steps, first_step, console, earlier)
+
+
+def _opening(title: str, steps: int, first_step: int) -> str:
+    return f"{title}: {plural(steps, 'step')}" + (f", {first_step} done" if first_step else "")
 
 
 class _Base:
@@ -105,8 +119,7 @@ class LineDisplay(_Base):
     def __init__(self, title: str, steps: int, first_step: int, console: Console) -> None:
         self._console, self._steps = console, steps
         self._eta = _Eta(steps, first_step)
-        done = f", {first_step} done" if first_step else ""
-        self._print(f"{title}: {plural(steps, 'step')}{done}")
+        self._print(_opening(title, steps, first_step))
 
     def phase(self, name: str | None) -> None:
         """Phases come in the step's line, as seconds."""
@@ -139,12 +152,25 @@ def line_text(record: Mapping[str, Any], steps: int, eta: str = "") -> str:
         if name == "accuracy" and metrics.get("accuracy_low") is not None and metrics.get("accuracy_high") is not None:
             text += f" ({_cell(metrics, 'accuracy_low')} – {_cell(metrics, 'accuracy_high')})"
         parts.append(f"{label} {text}")
+    if invalid := invalid_text(metrics):
+        parts.append(f"invalid {invalid}")
     seconds = sum(record.get("phases", {}).values())
     if seconds:
         parts.append(seconds_text(seconds))
     if eta and kind != "validation":
         parts.append(f"{eta} left")
     return "  ".join(parts)
+
+
+def invalid_text(metrics: Mapping[str, Any]) -> str:
+    """Invalid rewards of a record, such as ``5 of 32 (raised)``, with the reason most of them have; empty without any."""
+    count = metrics.get("reward_invalid") or 0
+    if not count:
+        return ""
+    whole = f" of {metrics['samples']:.0f}" if metrics.get("samples") else ""
+    reasons = {n.partition("/")[2]: v for n, v in metrics.items() if n.startswith("reward_invalid/") and v}
+    most = max(reasons, key=lambda reason: reasons[reason], default=None)
+    return f"{count:.0f}{whole}" + (f" ({'mostly ' if len(reasons) > 1 else ''}{most})" if most else "")
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
@@ -182,7 +208,9 @@ class _Eta:
 class LiveDisplay(_Base):
     """A table of the last steps that is redrawn in place, with the phase at hand, a progress bar and the time left."""
 
-    def __init__(self, title: str, steps: int, first_step: int, console: Console) -> None:
+    def __init__(
+        self, title: str, steps: int, first_step: int, console: Console, earlier: Sequence[Mapping[str, Any]]
+    ) -> None:
         self._title, self._steps = title, steps
         self._eta = _Eta(steps, first_step)
         self._rows: deque[dict[str, Any]] = deque(maxlen=ROWS)
@@ -190,6 +218,12 @@ class LiveDisplay(_Base):
         self._accuracy: list[dict[str, Any]] = []
         self._phase: tuple[str, float] | None = None
         self._columns = "rl"
+        self._seen: set[str] = set()
+        self._console = console
+        for record in earlier:
+            self.record(record)
+        if first_step:
+            console.print(f" {_opening(title, steps, first_step)}", markup=False, highlight=False, soft_wrap=True)
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=False)
         self._live.start()
 
@@ -199,6 +233,7 @@ class LiveDisplay(_Base):
     def record(self, record: Mapping[str, Any]) -> None:
         self._eta.record(record)
         metrics = dict(record["metrics"])
+        self._seen |= {name for name, value in metrics.items() if value is not None}
         if record["kind"] == "validation":
             self._accuracy.append({"step": record["step"], **metrics})
             self._row(record["step"]).update(accuracy=metrics.get("accuracy"))
@@ -210,7 +245,7 @@ class LiveDisplay(_Base):
             self._curve.append(value)
 
     def notice(self, text: str) -> None:
-        self._live.console.print(f"[yellow]{escape(text)}[/]")
+        self._console.print(f"[yellow]{escape(text)}[/]")
 
     def close(self) -> None:
         self._phase = None
@@ -244,20 +279,24 @@ class LiveDisplay(_Base):
         return text
 
     def _table(self) -> Table:
-        """The last steps: as many columns as the terminal is wide enough for, the first ones."""
+        """The last steps: as many columns as the terminal is wide enough for, the first of those that ever had a value."""
         columns = [("step", [str(row["step"]) for row in self._rows])]
+        if any(invalid := [invalid_text(row) for row in self._rows]):
+            columns.append((_INVALID, invalid))
         for label, name in _COLUMNS[self._columns]:
-            cells = [_cell(row, name) for row in self._rows]
-            # Most steps are not validated; an empty cell is calmer than a dash.
-            columns.append((label, ["" if cell == MISSING else cell for cell in cells]))
+            if name in self._seen:
+                cells = [_cell(row, name) for row in self._rows]
+                # Most steps are not validated; an empty cell is calmer than a dash.
+                columns.append((label, ["" if cell == MISSING else cell for cell in cells]))
         columns.append(("seconds", [f"{row['seconds']:.1f}" if "seconds" in row else "" for row in self._rows]))
-        table, left = Table(box=None, padding=(0, 1), header_style="dim"), self._live.console.width
+        table, left = Table(box=None, padding=(0, 1), header_style="dim"), self._console.width
         shown = []
         for label, cells in columns:
             left -= max(map(len, (label, *cells))) + 2
             if left < 0:
                 break
-            table.add_column(label, justify="right", no_wrap=True)
+            style = "bold red" if label == _INVALID else ""
+            table.add_column(label, justify="right", no_wrap=True, style=style)
             shown.append(cells)
         for i, cells in enumerate(zip(*shown, strict=True)):
             table.add_row(*cells, style="bold" if i == len(self._rows) - 1 else "")

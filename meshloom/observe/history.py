@@ -156,6 +156,22 @@ def phase_totals(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return dict(sorted(totals.items(), key=lambda item: order.index(item[0]) if item[0] in PHASES else len(order)))
 
 
+def invalid_totals(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Invalid rewards by kind of record: ``count``, and ``reasons`` with their counts where they were noted. A kind without
+    any is left out."""
+    totals: dict[str, dict[str, Any]] = {}
+    for record in records:
+        if not record["metrics"].get("reward_invalid"):
+            continue
+        kind = totals.setdefault(record["kind"], {"count": 0, "reasons": {}})
+        kind["count"] += int(record["metrics"]["reward_invalid"])
+        for name, value in record["metrics"].items():
+            if name.startswith("reward_invalid/") and value:
+                reason = name.partition("/")[2]
+                kind["reasons"][reason] = kind["reasons"].get(reason, 0) + int(value)
+    return totals
+
+
 def columns(records: Sequence[Mapping[str, Any]], *, limit: int) -> dict[str, Any]:
     """Records of one kind as columns: ``step``, ``metrics`` by name, ``phases`` by name, ``records`` (how many there are).
 

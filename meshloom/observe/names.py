@@ -80,6 +80,7 @@ _ALL = (
     _metric("pass_at_k", "pass@k", U.SHARE, B.UP, S.LEARNING, "Share of held-out problems that one of k samples solves (unbiased estimator)."),
     _metric("loss", "Loss", U.NONE, B.DOWN, S.OPTIMIZATION, "The number that is minimised, all its terms together."),
     _metric("reward_invalid", "Invalid rewards", U.COUNT, B.DOWN, S.LEARNING, "Samples whose reward function failed, timed out or gave no number; they are not trained on."),
+    _metric("samples", "Samples", U.COUNT, B.NEITHER, S.LEARNING, "Samples of the step, invalid ones among them."),
     _metric("groups_without_spread", "Groups without spread", U.COUNT, B.DOWN, S.LEARNING, "Groups whose samples all got the same reward and so teach nothing."),
     _metric("response_tokens_mean", "Response length", U.TOKENS, B.NEITHER, S.BEHAVIOUR, "Mean length of the responses."),
     _metric("response_tokens_max", "Longest response", U.TOKENS, B.NEITHER, S.BEHAVIOUR, "Length of the longest response."),

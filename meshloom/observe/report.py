@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from meshloom.observe.atomic import replace_file
-from meshloom.observe.history import Stage, columns, milestones, phase_totals, read_stages
+from meshloom.observe.history import Stage, columns, invalid_totals, milestones, phase_totals, read_stages
 from meshloom.observe.names import METRICS, PHASES
 from meshloom.observe.sample_choice import choose_samples
 
@@ -95,6 +95,7 @@ def _stage(stage: Stage) -> dict[str, Any]:
         "facts": _facts(settings),
         "kinds": {kind: columns(stage.of_kind(kind), limit=MOST_POINTS) for kind in stage.kinds},
         "phase_seconds": phase_totals(stage.records),
+        "invalid": invalid_totals(stage.records),
         "settings": yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=100) if settings else "",
         "plan": stage.plan,
     }

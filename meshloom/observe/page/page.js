@@ -92,7 +92,18 @@ function head() {
     el("div", { class: "brand" }, el("span", null, "meshloom"), el("nav", { "aria-label": "Parts of the page" }, ...links())),
     el("h1", null, DATA.title),
     el("p", { class: "pills" }, pill(last), last.reason ? el("span", { class: "reason" }, last.reason) : null),
+    invalidNote(),
     el("dl", { class: "facts" }, ...facts.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value)))));
+}
+
+/** How many rewards were invalid, and why; nothing if there were none. */
+function invalidNote() {
+  const found = DATA.stages.flatMap((stage) => Object.entries(stage.invalid).map(([kind, of]) => {
+    const reasons = Object.entries(of.reasons).map(([reason, count]) => `${reason} ${count.toLocaleString("en-US")}`).join(", ");
+    return `${of.count.toLocaleString("en-US")} in ${KIND_LABELS[kind] || kind}${reasons ? ` (${reasons})` : ""}`;
+  }));
+  if (!found.length) return null;
+  return el("p", { class: "invalid-note", role: "note" }, el("b", null, "Invalid rewards: "), `${found.join("; ")}. The reward function gave no number for these samples; they are in no mean and taught nothing.`);
 }
 
 function links() {
