@@ -11,6 +11,7 @@ import argparse
 import difflib
 import errno
 import io
+import json
 import os
 import select
 import sys
@@ -20,11 +21,11 @@ from typing import NoReturn, TypeVar
 
 import meshloom
 from meshloom.config.errors import RunFault, UserError
-from meshloom.config.settings import EvalSettings, Settings, SftSettings, TrainSettings
+from meshloom.config.settings import EvalSettings, RunSettings, SftSettings, TrainSettings
 
 DONE, FAULT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=RunSettings)
 
 _KINDS: dict[str, type[TrainSettings] | type[SftSettings] | type[EvalSettings]] = {
     "train": TrainSettings,
@@ -70,14 +71,14 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def _train(args: argparse.Namespace) -> int:
-    settings = _load(TrainSettings, args.settings)
+    settings = _load(TrainSettings, args.settings, resume=args.resume)
     from meshloom.loop.train import run_training
 
     return run_training(settings, resume=args.resume)
 
 
 def _sft(args: argparse.Namespace) -> int:
-    settings = _load(SftSettings, args.settings)
+    settings = _load(SftSettings, args.settings, resume=args.resume)
     from meshloom.loop.sft import run_sft
 
     return run_sft(settings, resume=args.resume)
@@ -91,22 +92,33 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    settings: TrainSettings | SftSettings | EvalSettings = _load(_KINDS[args.kind], args.settings)
+    from meshloom.config.kinds import kind_of
+    from meshloom.config.load import explain
+
+    kind = _KINDS[args.kind] if args.kind else kind_of(*_split(args.settings))
+    settings: TrainSettings | SftSettings | EvalSettings = _load(kind, args.settings)
+    names = {settings_kind: name for name, settings_kind in _KINDS.items()}
     from rich.console import Console
 
-    from meshloom.config.load import explain
     from meshloom.plan import build_plan
     from meshloom.plan.count import count_prompts
-    from meshloom.plan.report import plan_json, print_explained, print_plan
+    from meshloom.plan.report import as_text, plan_json, print_explained, print_plan
 
     plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
-    if args.json:
-        print(plan_json(plan))
-    else:
-        console = Console(highlight=False)
+
+    def show(console: Console) -> None:
         if args.settings_too:
             print_explained(explain(settings), console)
         print_plan(plan, console)
+        if args.kind is None:
+            console.print(f"\nPlanned for `meshloom {names[kind]}` by its keys; --kind chooses otherwise.", style="dim")
+
+    if args.json:
+        print(plan_json(plan))
+    elif sys.stdout.isatty():
+        show(Console(highlight=False))
+    else:
+        print(as_text(show), end="")
     return BAD_INPUT if plan.problems else DONE
 
 
@@ -144,20 +156,39 @@ def _quickstart(args: argparse.Namespace) -> int:
     return run_quickstart(args.dir, args.seed, args.model)
 
 
-def _load(kind: type[S], given: Sequence[str]) -> S:
-    """Settings from a command's arguments: at most one file, the others overrides."""
+def _load(kind: type[S], given: Sequence[str], *, resume: bool = False) -> S:
+    """Settings from a command's arguments. A run folder that is resumed is the run's folder, even if it has moved."""
     from meshloom.config.load import load_settings
 
-    files = [text for text in given if "=" not in text or Path(text).is_file()]
-    if len(files) > 1:
-        raise UserError(f"more than one settings file: {', '.join(files)}", fix="overrides have the form a.b=c")
-    return load_settings(kind, Path(files[0]) if files else None, [text for text in given if text not in files])
+    file, overrides = _split(given)
+    settings = load_settings(kind, file, overrides)
+    folders = [text for text in given if Path(text).is_dir()]
+    moved = any(Path(folder).resolve() != Path(settings.run_dir).resolve() for folder in folders)
+    if resume and moved and settings.provenance.of("run_dir").startswith(str(file)):
+        settings = load_settings(kind, file, [*overrides, f"run_dir={json.dumps(folders[0])}"])
+    return settings
+
+
+def _split(given: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The settings file, or that of a run folder, and the overrides."""
+    names = [text for text in given if "=" not in text or Path(text).exists()]
+    if len(names) > 1:
+        raise UserError(f"more than one settings file: {', '.join(names)}", fix="overrides have the form a.b=c")
+    file = Path(names[0]) if names else None
+    if file is not None and file.is_dir():
+        folder, file = file, file / "settings.yaml"
+        if not file.is_file():
+            why = "a folder stands for the settings.yaml of a run"
+            raise UserError(f"{folder} is no run folder: it has no settings.yaml", why=why, fix="name a YAML file")
+    return file, [text for text in given if text not in names]
 
 
 def _settings_arguments(parser: argparse.ArgumentParser, *, kind: str, resume: bool) -> None:
     parser.usage = f"%(prog)s RUN.yaml [a.b=c ...]{' [--resume]' if resume else ''} [options]"
     parser.epilog = _SETTINGS_HELP % {"kind": kind}
-    parser.add_argument("settings", nargs="+", metavar="RUN.yaml", help="settings file; then overrides a.b=c")
+    parser.add_argument(
+        "settings", nargs="+", metavar="RUN.yaml", help="settings file, or the folder of a run; then overrides a.b=c"
+    )
     if resume:
         parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
 
@@ -176,7 +207,7 @@ def _eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     _settings_arguments(parser, kind="train", resume=False)
-    parser.add_argument("--kind", choices=tuple(_KINDS), default="train", help="what the file is for (default: train)")
+    parser.add_argument("--kind", choices=tuple(_KINDS), help="what the file is for (default: by its keys)")
     parser.add_argument("--settings", dest="settings_too", action="store_true", help="each setting and its origin, too")
     parser.add_argument("--prompts", type=int, metavar="N", help="prompts of the data (default: counted)")
     parser.add_argument("--json", action="store_true", help="as JSON")

@@ -222,3 +222,45 @@ def test_a_full_disk_is_told_without_a_traceback(capsys: pytest.CaptureFixture[s
     monkeypatch.setitem(cli._COMMANDS, "schema", ("", lambda parser: None, write))
     assert main(["schema"]) == 3
     assert "the disk is full" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        (["batch.samples_per_update=2"], "sft"),
+        (["batch.steps=3", "data.max_response_tokens=9"], "sft"),
+        (["batch.steps=3"], "train"),
+        (["algorithm.kl=loss"], "train"),
+        (["rollout.max_response_tokens=9", "optimizer.lr=1e-5"], "train"),
+        (["validation.samples_per_prompt=2"], "eval"),
+        (["batch.samples_per_update=2", "--kind", "train"], "train"),
+    ],
+)
+def test_a_plan_tells_the_kind_of_a_file_by_its_keys(
+    more: list[str], kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan of a supervised run advised to rename its keys to those of reinforcement learning."""
+    main(["plan", "run.yaml", *more, "--json"])
+    told = capsys.readouterr()
+    if "--kind" in more:
+        assert "there is no key 'batch.samples_per_update'" in told.err
+    else:
+        assert json.loads(told.out)["title"] == f"{kind} runs/a"
+
+
+def test_a_plan_that_is_piped_breaks_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines used to be broken after 80 columns."""
+    main(["plan", "run.yaml", "batch.steps=3", "--settings"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("never changes the result") and line.startswith("microbatches") for line in lines)
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_the_folder_of_a_run_stands_for_its_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "."]) == 2
+    assert "it has no settings.yaml" in capsys.readouterr().err
+    (folder / "run.yaml").rename(folder / "settings.yaml")
+    assert main(["plan", ".", "batch.steps=3", "--json"]) == 2
+    assert '"M001"' in capsys.readouterr().out
+    assert main(["train", ".", "--resume"]) == 2
+    assert "there is no model folder nowhere" in capsys.readouterr().err

@@ -133,7 +133,7 @@ def test_a_key_like_no_other_is_refused_without_a_guess() -> None:
         ("data.overlong_prompts=cut", "one of error, drop"),
         ("algorithm.reduction=mean", "one of token-mean, token-sum, seq-mean-token-sum"),
         ("model.path=3", "text"),
-        ("data.train.files=a.jsonl", "a list of values, each text"),
+        ("data.train.files=3", "text or a list of values, each text"),
         ("validation=null", "a group with the keys every_steps"),
         ("data.train.task.a=[1]", "names with values, each a whole number"),
     ],
@@ -325,3 +325,12 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (loaded.run_dir, loaded.model.path) == ("/home/ada/runs/a", "/home/ada/m")
     assert loaded.data.train.files == ("/home/ada/a.jsonl", "b.jsonl")
     assert loaded.reward.function == "/home/ada/r.py:f"
+
+
+def test_one_file_is_a_list_of_one() -> None:
+    one, several = (
+        load_settings(TrainSettings, None, [*REQUIRED, f"data.train.files={files}"])
+        for files in ("a.jsonl", "[a.jsonl]")
+    )
+    assert one == several
+    assert one.data.train.files == ("a.jsonl",)

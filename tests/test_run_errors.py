@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from meshloom.cli import main
+from meshloom.observe.records import read_metrics
+from meshloom.observe.run_folder import read_settings, read_status
 from tests.lesson_runs import command, sft_settings, train_settings, write_inputs, write_model, write_rows
 
 Tree = dict[str, str]
@@ -310,6 +312,23 @@ def test_resume_with_settings_that_contradict_the_checkpoint(run: Path, capsys: 
         "seed: 3 in the checkpoint, 4",
     ]
     refused(args, run, said, capsys)
+
+
+def test_without_a_checkpoint_nothing_is_decided_and_settings_may_change(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was stopped before its first checkpoint could only be resumed with its first settings."""
+    shutil.rmtree(run / "run" / "checkpoints")
+    assert main(["train", str(run / "run"), "--resume", "batch.steps=1", "optimizer.lr=0.25", "seed=4"]) == 0
+    assert [record["step"] for record in read_metrics(run / "run") if record["kind"] == "train"] == [1]
+    assert read_settings(run / "run")["seed"] == 4
+
+
+def test_the_folder_of_a_run_is_enough_to_resume_it_where_it_is(run: Path) -> None:
+    (run / "run").rename(run / "moved")
+    assert main(["train", str(run / "moved"), "--resume", "batch.steps=3"]) == 0
+    assert read_status(run / "moved")["step"] == 3
+    assert not (run / "run").exists()
 
 
 def test_resume_with_other_data(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

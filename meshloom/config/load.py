@@ -58,6 +58,16 @@ def load_settings(kind: type[S], file: Path | None, overrides: Sequence[str] = (
     return settings
 
 
+def given_keys(file: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """What a file and overrides give, unchecked; faults are passed over."""
+    given = _Given()
+    if file is not None:
+        given.add_file(file)
+    for override in overrides:
+        given.add_override(override)
+    return given.data
+
+
 @dataclass(frozen=True, kw_only=True)
 class Explained:
     """One value and its origin: ``default``, ``run.yaml:12`` or ``override optimizer.lr=1e-5``."""

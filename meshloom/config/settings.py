@@ -7,9 +7,9 @@ room reads fails the tests.
 
 import os
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from meshloom.config.provenance import Provenance
 
@@ -21,6 +21,17 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Place = Annotated[str, AfterValidator(os.path.expanduser)]
 """Name of a file or folder, relative to the current directory; ``~`` is the home folder, which no shell puts in after ``=``."""
+
+
+def _as_list(value: Any) -> Any:
+    """One text as a list of one. Lists become tuples, as strict validation wants of values that are not JSON any more."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+Places = Annotated[
+    tuple[Place, ...], BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])  # what a file may hold
+]
+"""Names of files; one alone may stand without a list."""
 
 
 class Settings(BaseModel):
@@ -68,8 +79,8 @@ class ModelSettings(Settings):
 class SourceSettings(Settings):
     """Where rows come from. Exactly one of ``files``, ``dataset`` and ``reasoning_gym`` is given."""
 
-    files: tuple[Place, ...] = ()
-    """Parquet (.parquet) or JSON Lines (.jsonl) files, read in this order."""
+    files: Places = ()
+    """Parquet (.parquet) or JSON Lines (.jsonl) files, read in this order; one name alone is a list of one."""
     dataset: Place | None = None
     """Name or folder for ``datasets.load_dataset`` (extra: datasets)."""
     split: str = "train"
@@ -96,7 +107,7 @@ class Overlong(StrEnum):
 class DataSettings(Settings):
     """Prompts: their source, columns, template and length."""
 
-    train: SourceSettings
+    train: SourceSettings | None = None
     """Rows to train on."""
     validation: SourceSettings | None = None
     """Rows to validate on; none: no validation."""
@@ -114,6 +125,13 @@ class DataSettings(Settings):
     """A longer prompt is an error that names its row, or is dropped and counted."""
     shuffle: bool = True
     """A new order of the prompts in each epoch, from the run's seed."""
+
+
+class TrainDataSettings(DataSettings):
+    """Prompts of a run that trains."""
+
+    train: SourceSettings
+    """Rows to train on."""
 
 
 class RewardSettings(Settings):
@@ -313,7 +331,7 @@ class RunSettings(Settings):
 class TrainSettings(RunSettings):
     """Everything that decides an RL run (``meshloom train``)."""
 
-    data: DataSettings
+    data: TrainDataSettings
     reward: RewardSettings = RewardSettings()
     rollout: RolloutSettings = RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -339,7 +357,7 @@ class SftBatchSettings(Settings):
     """Passes over the rows, when ``steps`` is not given."""
 
 
-class SftDataSettings(DataSettings):
+class SftDataSettings(TrainDataSettings):
     """Rows of supervised fine-tuning: a prompt and a response, or a whole chat."""
 
     response_column: str = "response"
@@ -367,3 +385,13 @@ class EvalSettings(RunSettings):
     reward: RewardSettings = RewardSettings()
     rollout: RolloutSettings = RolloutSettings()
     validation: ValidationSettings = ValidationSettings()
+
+    @property
+    def source_path(self) -> str:
+        """The setting that names the rows that are evaluated."""
+        return "data.train" if self.data.validation is None and self.data.train is not None else "data.validation"
+
+    @property
+    def source(self) -> SourceSettings | None:
+        """The rows that are evaluated; none if the settings name none."""
+        return self.data.validation or self.data.train

@@ -44,6 +44,8 @@ from meshloom.train.snapshot import MODEL, snapshot_bytes
 def find_checkpoint(settings: TrainSettings | SftSettings) -> Path | None:
     """The newest complete checkpoint of the run to resume; none if it was ended before the first.
 
+    Without a checkpoint nothing is decided yet: the run starts anew, with whatever settings are given now.
+
     Raises:
         UserError: if there is no run, it is in use, its settings contradict these, or the checkpoint is damaged.
     """
@@ -53,9 +55,9 @@ def find_checkpoint(settings: TrainSettings | SftSettings) -> Path | None:
         raise UserError(
             f"there is no run to resume in {run_dir}", where="run_dir", fix="leave --resume out to start it"
         )
-    require_same(load_settings(type(settings), run_dir / SETTINGS_FILE), settings)
     checkpoint = latest_checkpoint(run_dir / CHECKPOINTS_FOLDER)
     if checkpoint is not None:
+        require_same(load_settings(type(settings), run_dir / SETTINGS_FILE), settings)
         verify(checkpoint)
     return checkpoint
 

@@ -5,15 +5,19 @@ Owns: the evaluation of a folder on disk. The numbers are those of validation du
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from rich.console import Console
 
+from meshloom.config.errors import UserError
 from meshloom.config.settings import EvalSettings
 from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
 from meshloom.loop.build import build_actor, build_engine, build_validator, require_vocabulary
+from meshloom.observe.format import number_text, plural
+from meshloom.observe.names import METRICS
 from meshloom.observe.report import write_report
 from meshloom.observe.run_folder import RunFolder, RunState, check_free
 from meshloom.observe.timing import PhaseClock, peak_memory
@@ -32,20 +36,55 @@ def run_evaluation(settings: EvalSettings) -> int:
     """
     console = Console()
     metrics = evaluate(settings, console)
-    for name, value in metrics.items():
-        console.print(f"{name:24} {value:.6g}", highlight=False)
-    console.print(f"samples and report: {settings.run_dir}", highlight=False)
+    for line in (result_text(metrics), f"samples and report: {settings.run_dir}"):
+        console.print(line, highlight=False, soft_wrap=True)
     return 0
+
+
+def result_text(metrics: Mapping[str, float]) -> str:
+    """An evaluation in one line: ``accuracy 40.0 % (19.8 – 64.3 %), 15 prompts, reward 0.4, …``."""
+    parts: list[str] = []
+    if "accuracy" in metrics:
+        low, high = 100 * metrics["accuracy_low"], 100 * metrics["accuracy_high"]
+        parts.append(f"accuracy {_number('accuracy', metrics)} ({low:.1f} – {high:.1f} %)")
+    parts.append(plural(int(metrics["prompts"]), "prompt"))
+    if "reward_mean" in metrics:
+        parts.append(f"reward {_number('reward_mean', metrics)}")
+    if "k" in metrics:
+        k = int(metrics["k"])
+        parts += [f"{label}@{k} {_number(f'{label}_at_k', metrics)}" for label in ("mean", "pass")]
+    if "response_tokens_mean" in metrics:
+        parts.append(f"{_number('response_tokens_mean', metrics)} tokens a response")
+        parts.append(f"{_number('truncated_share', metrics)} truncated")
+    if invalid := int(metrics.get("reward_invalid", 0)):
+        parts.append(plural(invalid, "invalid reward"))
+    if dropped := int(metrics["prompts_dropped"]):
+        parts.append(f"{plural(dropped, 'prompt')} dropped")
+    return ", ".join(parts)
+
+
+def _number(name: str, metrics: Mapping[str, float]) -> str:
+    return number_text(metrics.get(name), METRICS[name].unit)
+
+
+def _check_run_folder(settings: EvalSettings) -> None:
+    """As for a run that trains, except that nothing can be resumed."""
+    try:
+        check_free(settings.run_dir)
+    except UserError as error:
+        raise UserError(error.what, where=error.where, why=error.why, fix="use another run_dir") from error
 
 
 def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
     """The metrics of a model, written to the run folder with its samples and a report."""
     check_model_folder(settings.model.path)
     pick_device(settings.device)
-    check_free(settings.run_dir)
+    _check_run_folder(settings)
+    if settings.source is None:
+        build_plan(settings, None).require()
+        raise AssertionError("the plan lets an evaluation without prompts pass")
     tokenizer = load_tokenizer(settings.model.path)
-    source = settings.data.validation or settings.data.train
-    rendered = render_prompts(load_rows(source, settings.data), tokenizer, settings.data)
+    rendered = render_prompts(load_rows(settings.source, settings.data), tokenizer, settings.data)
     prompts = rendered.prompts
     plan = build_plan(settings, len(prompts))
     plan.require()
@@ -61,11 +100,12 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         validator.collector.check()
         described = {"plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
         folder = resources.enter_context(RunFolder.create(settings.run_dir, settings=settings, **described))
+        folder.checkpoints.rmdir()  # an evaluation makes none
         folder.set_status(RunState.RUNNING, step=0, steps=0)
         clock = PhaseClock()
         with clock.phase("validate"):
             found = validator.run(0, clock)
-        metrics = {**found.metrics, "peak_memory_bytes": peak_memory()}
+        metrics = {**found.metrics, "prompts": len(prompts), "peak_memory_bytes": peak_memory()}
         folder.log_metrics(
             {"step": 0, "kind": "validation", "metrics": metrics, "phases": clock.take(), "time": time.time()}
         )

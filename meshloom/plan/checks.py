@@ -63,9 +63,12 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
         num_prompts: prompts (or rows) of the training data; none if not known.
     """
     found = Findings(settings)
-    _check_source(found, "data.train", settings.data.train)
-    if settings.data.validation is not None:
-        _check_source(found, "data.validation", settings.data.validation)
+    for name, source in (("data.train", settings.data.train), ("data.validation", settings.data.validation)):
+        if source is not None:
+            _check_source(found, name, source)
+    if isinstance(settings, EvalSettings) and settings.source is None:
+        what, fix = "there are no prompts to evaluate", "set one, such as data.validation.files=[held_out.jsonl]"
+        found.refuse("S008", "data", what, why="neither data.validation nor data.train is given", fix=fix)
     if settings.data.chat_template == "never" and settings.data.system_prompt is not None:
         found.warn("S005", "data.system_prompt", "the system prompt is not used, as data.chat_template is never")
     if isinstance(settings, TrainSettings):

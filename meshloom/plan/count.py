@@ -11,9 +11,8 @@ from meshloom.config.settings import EvalSettings, SftSettings, SourceSettings, 
 
 def count_prompts(settings: TrainSettings | SftSettings | EvalSettings) -> int | None:
     """Rows that a run will read, before overlong prompts are dropped; none if that cannot be known beforehand."""
-    data = settings.data
-    evaluates = isinstance(settings, EvalSettings) and data.validation is not None
-    return count_rows(data.validation if evaluates and data.validation else data.train)
+    source = settings.source if isinstance(settings, EvalSettings) else settings.data.train
+    return None if source is None else count_rows(source)
 
 
 def count_rows(source: SourceSettings) -> int | None:

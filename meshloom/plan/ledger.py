@@ -202,8 +202,8 @@ def _update_lines(lines: _Lines, settings: TrainSettings | SftSettings, total: i
 def _evaluation_ledger(settings: EvalSettings, num_prompts: int | None) -> tuple[LedgerLine, ...]:
     validation = settings.validation
     lines = _Lines(settings)
-    source = "data.train" if settings.data.validation is None else "data.validation"
-    lines.add("prompts of the data", num_prompts, "counted, less overlong ones that are dropped", source, "prompts")
+    formula = "counted, less overlong ones that are dropped"
+    lines.add("prompts of the data", num_prompts, formula, settings.source_path, "prompts")
     lines.given("samples per prompt", "validation.samples_per_prompt", validation.samples_per_prompt, "samples")
     samples = None if num_prompts is None else num_prompts * validation.samples_per_prompt
     lines.derived("samples", samples, "prompts of the data × samples per prompt", "samples")

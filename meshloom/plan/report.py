@@ -6,7 +6,7 @@ Owns: the layout. Always holds: every line of the plan is shown with its formula
 import dataclasses
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -18,13 +18,19 @@ from meshloom.plan.build import Plan
 from meshloom.plan.ledger import DERIVED, LedgerLine
 
 _TEXT_COLUMNS = 150
+_UNLIMITED = 100_000
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def plan_text(plan: Plan) -> str:
     """The plan as plain text, for ``plan.txt``."""
+    return as_text(lambda console: print_plan(plan, console), _TEXT_COLUMNS)
+
+
+def as_text(show: Callable[[Console], None], columns: int = _UNLIMITED) -> str:
+    """What is shown, as plain text whose lines are as long as they need to be, or of so many columns."""
     out = io.StringIO()
-    print_plan(plan, Console(file=out, width=_TEXT_COLUMNS, color_system=None, legacy_windows=False))
+    show(Console(file=out, width=columns, color_system=None, legacy_windows=False, highlight=False))
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
