@@ -6,7 +6,9 @@ import re
 import pytest
 from rich.console import Console
 
+from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.observe.display import open_display, sparkline
+from meshloom.observe.report import write_report
 from meshloom.observe.run_folder import RunFolder, RunState
 from meshloom.observe.summary import print_summary
 
@@ -172,3 +174,38 @@ def test_the_summary_tells_the_result_the_time_samples_and_places(tmp_path):
     assert "[bold]" in text and "\x1b" not in text and "earlier" not in text
     assert "invalid: deadline" in text
     assert str(tmp_path / "run" / "samples.jsonl") in text
+    assert f"meshloom export {tmp_path / 'run'} OUT" not in text, "a folder without settings is no run to export"
+
+
+def test_the_summary_keeps_the_stages_apart_and_ends_with_what_comes_next(tmp_path):
+    """The times of both stages were added up under the last one's name, and text broke at 80 columns off a terminal."""
+    base = {"model": {"path": "m"}, "data": {"train": {"files": ["t.jsonl"]}}}
+    sft = SftSettings.model_validate(base | {"run_dir": str(tmp_path / "sft")})
+    grpo = TrainSettings.model_validate(base | {"run_dir": str(tmp_path / "grpo")})
+    with RunFolder.create(tmp_path / "sft", settings=sft) as run:
+        for step in (1, 2):
+            run.log_metrics(train(step) | {"kind": "sft", "metrics": {"loss": 1 / step}, "phases": {"update": 30.0}})
+        run.set_status(RunState.FINISHED, step=2, steps=2)
+    with RunFolder.create(tmp_path / "grpo", settings=grpo) as run:
+        for record in (validation(0, 0.25), train(1, 0.25), train(2, 0.75), validation(2, 0.75)):
+            run.log_metrics(record | {"metrics": record["metrics"] | {"loss": -0.5}})
+        run.set_status(RunState.FINISHED, step=2, steps=2)
+    stages = {"warm-up": tmp_path / "sft", "grpo": tmp_path / "grpo"}
+    write_report(tmp_path, stages=stages)
+    out = io.StringIO()
+    print_summary(tmp_path, stages=stages, console=Console(file=out))
+    text = out.getvalue()
+    lines = text.splitlines()
+    assert "warm-up  finished  2 steps in 32.0 s" in lines and "grpo  finished  2 steps in 5.0 s" in lines
+    warm_up, after = text.split("Where the time went: warm-up")[1].split("Where the time went: grpo")
+    assert re.search(r"Update\s+1 min 00 s\s+100\.0 %", warm_up)
+    assert re.search(r"Update\s+1\.0 s\s+16\.7 %", after)
+    assert "loss" not in text and any(line.endswith("held-out, 95 % interval") for line in lines)
+    assert "Accuracy is greedy" in text and "training samples at temperature 1," in text
+    following = lines[lines.index("Next") + 1 :]
+    assert [line.split("  ", 2)[-1].strip() for line in following] == [
+        f"open {tmp_path}/report.html in a browser",
+        f"meshloom export {tmp_path}/grpo OUT",
+        f"meshloom train {tmp_path}/grpo/settings.yaml batch.steps=4 --resume",
+        "see README.md",
+    ]

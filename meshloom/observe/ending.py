@@ -15,9 +15,9 @@ from meshloom.observe.report import REPORT_FILE
 from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE
 
 
-def resume_command(command: str, run_dir: Path) -> str:
-    """What to type to go on with the run of a folder: its own settings file holds all that was given."""
-    return f"meshloom {command} {_quoted(run_dir / SETTINGS_FILE)} --resume"
+def resume_command(command: str, run_dir: Path, *changes: str) -> str:
+    """What to type to go on with the run of a folder: its own settings file holds all that was given, but ``changes``."""
+    return " ".join(["meshloom", command, _quoted(run_dir / SETTINGS_FILE), *changes, "--resume"])
 
 
 def stopped_lines(command: str, run_dir: Path, *, step: int, steps: int) -> list[str]:

@@ -5,6 +5,7 @@ prints what a model wrote as plain text.
 """
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from meshloom.observe.ending import resume_command
 from meshloom.observe.format import number_text, percent_text, plural, seconds_text
 from meshloom.observe.history import Milestone, Stage, milestones, phase_totals, read_stages
 from meshloom.observe.names import METRICS, PHASES
@@ -47,13 +49,16 @@ def print_summary(
     console = console or Console()
     found = read_stages(run_dir, stages)
     console.print()
-    console.print(_headline(found))
-    for part in (_accuracy(milestones(found)), _last_numbers(found[-1])):
-        if part is not None:
-            console.print(part)
-    if times := _times(found):
-        console.print(Text("\nWhere the time went", style="bold"))
-        console.print(times)
+    for stage in found:
+        console.print(_headline(stage), soft_wrap=True)
+    for line in (_accuracy(milestones(found)), _last_numbers(found[-1]), _how_judged(found[-1])):
+        if line is not None:
+            console.print(line, soft_wrap=True)
+    for stage in found:
+        if times := _times(stage):
+            of = f": {stage.name}" if len(found) > 1 else ""
+            console.print(Text(f"\nWhere the time went{of}", style="bold"))
+            console.print(times)
     samples = last_samples(found, num_samples)
     if samples:
         console.print(Text("\nSamples", style="bold"))
@@ -62,16 +67,20 @@ def print_summary(
     console.print(Text("\nWhere things are", style="bold"))
     for line in _places(Path(run_dir), found):
         console.print(line, soft_wrap=True)
+    if following := _next(Path(run_dir), found[-1]):
+        console.print(Text("\nNext", style="bold"))
+        for line in following:
+            console.print(line, soft_wrap=True)
 
 
-def _headline(stages: Sequence[Stage]) -> Text:
-    last = stages[-1]
-    style = _STATE_STYLE.get(RunState(last.state), "red")
-    steps = plural(last.last_step, "step") if last.state == RunState.FINISHED else f"at step {last.last_step}"
-    took = seconds_text(sum(stage.seconds for stage in stages))
-    text = Text.assemble((last.name, "bold"), "  ", (last.state, style), f"  {steps} in {took}")
-    if last.status["reason"]:
-        text.append(f"\n{last.status['reason']}", style)
+def _headline(stage: Stage) -> Text:
+    style = _STATE_STYLE.get(RunState(stage.state), "red")
+    steps = plural(stage.last_step, "step") if stage.state == RunState.FINISHED else f"at step {stage.last_step}"
+    text = Text.assemble(
+        (stage.name, "bold"), "  ", (stage.state, style), f"  {steps} in {seconds_text(stage.seconds)}"
+    )
+    if stage.status["reason"]:
+        text.append(f"\n{stage.status['reason']}", style)
     return text
 
 
@@ -92,19 +101,35 @@ def _last_numbers(stage: Stage) -> Text | None:
     records = stage.of_kind("train") or stage.of_kind("sft")
     if not records:
         return None
-    names = ("reward_mean", "loss") if records[-1]["kind"] == "train" else ("loss",)
-    parts = []
-    for name in names:
-        first, last = records[0]["metrics"].get(name), records[-1]["metrics"].get(name)
-        if first is not None and last is not None:
-            unit = METRICS[name].unit
-            parts.append(f"{METRICS[name].label.lower()} {number_text(first, unit)} → {number_text(last, unit)}")
-    return Text("   ".join(parts), style="dim") if parts else None
+    # The loss of a policy gradient says nothing about how good the policy is.
+    metric = METRICS["reward_mean" if records[-1]["kind"] == "train" else "loss"]
+    first, last = records[0]["metrics"].get(metric.name), records[-1]["metrics"].get(metric.name)
+    if first is None or last is None:
+        return None
+    label = metric.label.lower()
+    text = f"{label:<8}  {number_text(first, metric.unit)} → {number_text(last, metric.unit)}"
+    return Text(f"{text}  mean of the first and the last step", style="dim")
 
 
-def _times(stages: Sequence[Stage]) -> Table | None:
-    measured = phase_totals([record for stage in stages for record in stage.records])
-    totals = {name: seconds for name, seconds in measured.items() if seconds}
+def _how_judged(stage: Stage) -> Text | None:
+    """Why accuracy and reward differ, where both were measured and sampled differently."""
+    if not stage.of_kind("train") or not stage.of_kind("validation"):
+        return None
+    held_out, training = (_temperature(stage, room) for room in ("validation", "rollout"))
+    if held_out is None or training is None or held_out == training:
+        return None
+    how = "greedy: the most probable token each time" if held_out == 0 else f"at temperature {held_out:g}"
+    text = f"Accuracy is {how}; training samples at temperature {training:g}, so its rewards differ."
+    return Text(text, style="dim")
+
+
+def _temperature(stage: Stage, room: str) -> float | None:
+    value = stage.settings.get(room, {}).get("sampling", {}).get("temperature")
+    return None if value is None else float(value)
+
+
+def _times(stage: Stage) -> Table | None:
+    totals = {name: seconds for name, seconds in phase_totals(stage.records).items() if seconds}
     whole = sum(totals.values())
     if not whole:
         return None
@@ -153,3 +178,19 @@ def _places(root: Path, stages: Sequence[Stage]) -> list[Text]:
         "settings": last / SETTINGS_FILE,
     }
     return [Text.assemble(f"  {label:<13}", str(path)) for label, path in places.items() if path.exists()]
+
+
+def _next(root: Path, last: Stage) -> list[Text]:
+    """What a user may want to do now."""
+    if not (last.path / SETTINGS_FILE).exists():
+        return []
+    changes = [f"batch.steps={2 * last.last_step}"] if last.state == RunState.FINISHED else []
+    lines = {
+        "look": f"open {root / REPORT_FILE} in a browser",
+        "use it": f"meshloom export {shlex.quote(str(last.path))} OUT",
+        "go on": resume_command("sft" if "sft" in last.kinds else "train", last.path, *changes),
+        "your data": "see README.md",
+    }
+    if not (root / REPORT_FILE).exists():
+        del lines["look"]
+    return [Text(f"  {label:<13}{text}") for label, text in lines.items()]
