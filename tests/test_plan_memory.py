@@ -307,3 +307,43 @@ def test_folders_of_a_run_say_where_the_model_is(tmp_path: Path) -> None:
     assert "adapters alone" in refusal(checkpoint / "adapter")
     make_folder(checkpoint / "model")
     assert str(checkpoint / "model") in refusal(checkpoint)
+
+
+def test_activations_are_those_of_no_more_tokens_than_an_update_has(tmp_path: Path) -> None:
+    """A small update used to be counted with all tokens that a microbatch may hold."""
+    folder = make_folder(tmp_path / "m")
+    lengths = "data.max_prompt_tokens=10", "batch.tokens_per_microbatch=1000"
+    rl = *lengths, "rollout.max_response_tokens=20", "batch.samples_per_prompt=3"
+    sft = *lengths, "data.max_response_tokens=20"
+    for kind, given, tokens in (
+        (TrainSettings, (*rl, "batch.prompts_per_step=4", "batch.prompts_per_update=2"), 2 * 3 * 30),
+        (TrainSettings, (*rl, "batch.prompts_per_step=4"), 4 * 3 * 30),
+        (TrainSettings, (*rl, "batch.samples_per_microbatch=5"), 5 * 30),
+        (TrainSettings, rl, 1000),
+        (SftSettings, (*sft, "batch.samples_per_update=7"), 7 * 30),
+    ):
+        found = plan(folder, kind, *given)
+        assert found.value("tokens at once") == tokens
+        assert found.value("activations") == tokens * 2 * (4 * 8 + 3 * 8 + 3 * 4 + 4 * 16) * 4
+
+
+def test_the_cache_is_bounded_by_the_memory_of_this_machine(tmp_path: Path) -> None:
+    """The line said "at most a quarter of the free memory" and showed more."""
+    found = plan(make_folder(tmp_path / "m", {**CONFIG, "num_hidden_layers": 10**7}), EvalSettings)
+    assert 0 < found.value("key-value cache") <= found.value("memory of this machine") / 4
+    (line,) = (line for line in found.lines if line.name == "key-value cache")
+    assert "a quarter of the memory available on this machine now" in line.formula
+
+
+def test_a_run_larger_than_the_machine_is_warned_about(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", {**CONFIG, "num_hidden_layers": 10**7})
+    (warning,) = plan(folder, TrainSettings).warnings
+    assert warning.code == "M005"
+    assert "peak while updating" in warning.what
+    for name in ("batch.tokens_per_microbatch", "model.gradient_checkpointing=true", "model.lora.rank"):
+        assert name in warning.fix
+    adapted = plan(folder, TrainSettings, "model.lora.rank=2", "model.gradient_checkpointing=true")
+    assert adapted.warnings[0].fix == "a smaller batch.tokens_per_microbatch, or a smaller model"
+    (kept,) = plan(folder, EvalSettings, f"rollout.kv_cache_bytes={10**16}").warnings
+    assert (kept.code, "rollout.kv_cache_bytes" in kept.fix) == ("M005", True)
+    assert plan(folder, TrainSettings, "device=cuda").warnings == ()

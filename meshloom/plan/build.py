@@ -4,6 +4,7 @@ Owns: putting ledgers and checks together. Refuses to know: how anything is exec
 device is touched, no weight is read; what is wrong is collected, not raised, until ``require`` is called.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from meshloom.config.problems import Problem, require_none
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.checks import Findings, check_settings
 from meshloom.plan.ledger import LedgerLine, batch_ledger, longest_sequence_tokens, sft_steps, train_steps
-from meshloom.plan.memory import UnknownShape, memory_ledger
+from meshloom.plan.memory import GENERATING, MACHINE, UPDATING, UnknownShape, memory_ledger
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
 
 
@@ -72,7 +73,8 @@ def build_plan(settings: TrainSettings | SftSettings | EvalSettings, num_prompts
         _check_adapters(found, settings, folder)
         _check_positions(found, settings, folder)
         try:
-            lines += memory_ledger(settings, folder)
+            lines += (ledger := memory_ledger(settings, folder))
+            _check_memory(found, settings, {line.name: line.value for line in ledger})
         except UnknownShape as error:
             found.warn("M002", "model.path", f"the plan has no memory ledger: {error}")
     if isinstance(settings, EvalSettings):
@@ -110,6 +112,28 @@ def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | Eva
             found.refuse(
                 "L002", "model.lora.target_modules", what, fix=f"its layers are {', '.join(names)}, or all-linear"
             )
+
+
+def _check_memory(
+    found: Findings,
+    settings: TrainSettings | SftSettings | EvalSettings,
+    values: Mapping[str, int | float | str | None],
+) -> None:
+    """A phase that holds more than the whole machine has."""
+    has = values.get(MACHINE)
+    if not isinstance(has, int):
+        return
+    for name, path in ((UPDATING, "batch.tokens_per_microbatch"), (GENERATING, "rollout.kv_cache_bytes")):
+        peak = values.get(name)
+        if not isinstance(peak, int) or peak <= has:
+            continue
+        fixes = [f"a smaller {path}"]
+        if name == UPDATING and not settings.model.gradient_checkpointing:
+            fixes.append("model.gradient_checkpointing=true")
+        if not isinstance(settings, EvalSettings) and settings.model.lora is None:
+            fixes.append("model.lora.rank=16")
+        what = f"the {name} is {peak / 2**30:,.1f} GiB, this machine has {has / 2**30:,.1f} GiB"
+        found.warn("M005", path, what, fix=", ".join([*fixes, "or a smaller model"]))
 
 
 def _check_positions(

@@ -66,6 +66,21 @@ def longest_sequence_tokens(settings: TrainSettings | SftSettings | EvalSettings
     return settings.data.max_prompt_tokens + max(trained, validated)
 
 
+def samples_per_update(settings: TrainSettings | SftSettings) -> int:
+    """Samples of one optimizer update."""
+    if isinstance(settings, SftSettings):
+        return settings.batch.samples_per_update
+    batch = settings.batch
+    return (batch.prompts_per_update or batch.prompts_per_step) * batch.samples_per_prompt
+
+
+def most_microbatch_tokens(settings: TrainSettings | SftSettings) -> int:
+    """Bound on the tokens of a microbatch: as settings allow, or fewer if no update has that many."""
+    batch, samples = settings.batch, samples_per_update(settings)
+    samples = min(samples, batch.samples_per_microbatch or samples)
+    return min(batch.tokens_per_microbatch, samples * longest_sample_tokens(settings))
+
+
 def most_microbatches(samples: int, longest: int, tokens: int, samples_bound: int | None) -> int:
     """Bound on the microbatches of an update: as if every sample were the longest.
 
@@ -116,7 +131,6 @@ def _train_ledger(settings: TrainSettings, num_prompts: int | None) -> tuple[Led
     per_update = batch.prompts_per_update or batch.prompts_per_step
     pieces, rest = divmod(batch.prompts_per_step, per_update)
     updates_per_step = None if rest else pieces * batch.epochs_per_step
-    samples_per_update = per_update * batch.samples_per_prompt
     steps = train_steps(settings, num_prompts)
     lines = _Lines(settings)
     lines.add(
@@ -145,8 +159,9 @@ def _train_ledger(settings: TrainSettings, num_prompts: int | None) -> tuple[Led
     lines.given("passes over a step's samples", "batch.epochs_per_step", batch.epochs_per_step)
     formula = "prompts per step ÷ prompts per update × passes over a step's samples"
     lines.derived("updates per step", updates_per_step, formula, "updates")
-    lines.derived("samples per update", samples_per_update, "prompts per update × samples per prompt", "samples")
-    _microbatch_lines(lines, settings, samples_per_update)
+    formula = "prompts per update × samples per prompt"
+    lines.derived("samples per update", samples_per_update(settings), formula, "samples")
+    _microbatch_lines(lines, settings)
     if batch.steps is None:
         formula = f"⌈prompts of the data × batch.epochs ({batch.epochs}) ÷ prompts per step⌉"
         lines.derived("steps", steps, formula, "steps")
@@ -165,7 +180,7 @@ def _sft_ledger(settings: SftSettings, num_rows: int | None) -> tuple[LedgerLine
     lines = _Lines(settings)
     lines.add("rows of the data", num_rows, "counted, less overlong ones that are dropped", "data.train", "rows")
     lines.given("samples per update", "batch.samples_per_update", batch.samples_per_update, "samples")
-    _microbatch_lines(lines, settings, batch.samples_per_update)
+    _microbatch_lines(lines, settings)
     if batch.steps is None:
         formula = f"⌈rows of the data × batch.epochs ({batch.epochs}) ÷ samples per update⌉"
         lines.derived("steps", steps, formula, "steps")
@@ -177,7 +192,7 @@ def _sft_ledger(settings: SftSettings, num_rows: int | None) -> tuple[LedgerLine
     return tuple(lines.lines)
 
 
-def _microbatch_lines(lines: _Lines, settings: TrainSettings | SftSettings, samples_per_update: int) -> None:
+def _microbatch_lines(lines: _Lines, settings: TrainSettings | SftSettings) -> None:
     batch, longest = settings.batch, longest_sample_tokens(settings)
     response = "data" if isinstance(settings, SftSettings) else "rollout"
     lines.given("tokens per microbatch", "batch.tokens_per_microbatch", batch.tokens_per_microbatch, "tokens")
@@ -186,7 +201,9 @@ def _microbatch_lines(lines: _Lines, settings: TrainSettings | SftSettings, samp
     lines.derived("longest sample", longest, formula, "tokens")
     lines.derived(
         "microbatches per update",
-        most_microbatches(samples_per_update, longest, batch.tokens_per_microbatch, batch.samples_per_microbatch),
+        most_microbatches(
+            samples_per_update(settings), longest, batch.tokens_per_microbatch, batch.samples_per_microbatch
+        ),
         "at most: ⌈samples per update ÷ longest samples that fit⌉; never changes the result",
         "",
     )

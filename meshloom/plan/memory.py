@@ -13,8 +13,10 @@ value) and 4 intermediate (gate, up, activated gate, their product). Attention's
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from meshloom.config.settings import EvalSettings, KlPlace, SftSettings, TrainSettings
-from meshloom.plan.ledger import DERIVED, LedgerLine, longest_sample_tokens
+from meshloom.plan.ledger import DERIVED, LedgerLine, longest_sample_tokens, most_microbatch_tokens
 from meshloom.plan.model_folder import ModelFolder
 
 _FLOAT32 = 4
@@ -22,6 +24,10 @@ _SMALLEST_SLOT = 64
 _SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
 _GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
+
+
+MACHINE, GENERATING, UPDATING = "memory of this machine", "peak while generating", "peak while updating"
+"""Names of the lines that are compared."""
 
 
 class UnknownShape(ValueError):
@@ -71,8 +77,12 @@ def compute_bytes(dtype: str, device: str) -> int:
     """Bytes of a value of the model's arithmetic; ``auto`` is bfloat16 on a GPU and float32 elsewhere."""
     if dtype != "auto":
         return {"float32": 4, "bfloat16": 2}[dtype]
-    on_gpu = device.startswith("cuda") or (device == "auto" and any(Path(file).exists() for file in _GPU_FILES))
-    return 2 if on_gpu else 4
+    return 2 if on_gpu(device) else 4
+
+
+def on_gpu(device: str) -> bool:
+    """Whether a run computes on a GPU; ``auto`` takes one where the machine has one."""
+    return device.startswith("cuda") or (device == "auto" and any(Path(file).exists() for file in _GPU_FILES))
 
 
 def memory_ledger(settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> tuple[LedgerLine, ...]:
@@ -100,6 +110,10 @@ def memory_ledger(settings: TrainSettings | SftSettings | EvalSettings, folder: 
         else:
             ledger.bytes("reference weights", 0, "the model without its adapters", phases="gu")
     ledger.peaks(generates=not isinstance(settings, SftSettings), updates=not isinstance(settings, EvalSettings))
+    if not on_gpu(settings.device):
+        memory = psutil.virtual_memory()
+        formula = f"as the system says; {memory.available / 2**30:.1f} GiB of it are available now"
+        ledger.bytes(MACHINE, memory.total, formula, phases="", source="this machine")
     return tuple(ledger.lines)
 
 
@@ -122,9 +136,9 @@ class _Memory:
     def peaks(self, *, generates: bool, updates: bool) -> None:
         parts = "sum of what the phase holds; libraries and fragmentation come on top"
         if generates:
-            self.bytes("peak while generating", self.sums["g"], parts, phases="")
+            self.bytes(GENERATING, self.sums["g"], parts, phases="")
         if updates:
-            self.bytes("peak while updating", self.sums["u"], parts, phases="")
+            self.bytes(UPDATING, self.sums["u"], parts, phases="")
 
 
 def trainable_parameters(settings: TrainSettings | SftSettings, folder: ModelFolder) -> int:
@@ -151,20 +165,25 @@ def _optimizer_lines(ledger: _Memory, settings: TrainSettings | SftSettings, fol
 
 
 def _update_lines(ledger: _Memory, settings: TrainSettings | SftSettings, shape: ModelShape, width: int) -> None:
-    tokens, chunk = settings.batch.tokens_per_microbatch, settings.model.logits_chunk_bytes
+    tokens, chunk = most_microbatch_tokens(settings), settings.model.logits_chunk_bytes
+    formula = "min(batch.tokens_per_microbatch, samples of an update or microbatch × longest sample)"
+    origin = settings.provenance.of("batch.tokens_per_microbatch")
+    line = LedgerLine(
+        section="memory", name="tokens at once", value=tokens, formula=formula, source=origin, unit="tokens"
+    )
+    ledger.lines.append(line)
     logits = min(chunk, tokens * shape.vocabulary * _FLOAT32)
     origin = settings.provenance.of("model.logits_chunk_bytes")
-    formula = "min(model.logits_chunk_bytes, tokens × vocabulary × 4)"
+    formula = "min(model.logits_chunk_bytes, tokens at once × vocabulary × 4)"
     ledger.bytes("logits", logits, formula, phases="u", source=origin)
     layer = shape.values_per_token_and_layer
     if settings.model.gradient_checkpointing:
         values = tokens * (shape.num_layers * shape.hidden + layer)
-        formula = f"estimate: tokens per microbatch × (layers × hidden + {layer}) × {width}"
+        formula = f"estimate: tokens at once × (layers × hidden + {layer}) × {width}"
     else:
         values = tokens * shape.num_layers * layer
-        formula = f"estimate: tokens per microbatch × layers × {layer} × {width}"
-    origin = settings.provenance.of("batch.tokens_per_microbatch")
-    ledger.bytes("activations", values * width, formula, phases="u", source=origin)
+        formula = f"estimate: tokens at once × layers × {layer} × {width}"
+    ledger.bytes("activations", values * width, formula, phases="u")
 
 
 def cache_bytes_per_token(shape: ModelShape, width: int) -> int:
@@ -189,8 +208,12 @@ def _cache_line(ledger: _Memory, settings: TrainSettings | EvalSettings, shape: 
     ledger.bytes("cache per token", per_token, f"2 × layers × key-value width × {width}", phases="")
     wanted = min(rollout.max_sequences, samples) * slot * per_token
     formula = f"sequences at once × slot of {slot} tokens × cache per token"
-    if rollout.kv_cache_bytes is None:
-        ledger.bytes("key-value cache", wanted, f"{formula}; at most a quarter of the free memory", phases="g")
+    if rollout.kv_cache_bytes is None and on_gpu(settings.device):
+        ledger.bytes("key-value cache", wanted, f"{formula}; at most a quarter of the GPU's free memory", phases="g")
+    elif rollout.kv_cache_bytes is None:
+        quarter = psutil.virtual_memory().available // 4
+        formula = f"min(a quarter of the memory available on this machine now, {formula})"
+        ledger.bytes("key-value cache", min(wanted, quarter), formula, phases="g")
     else:
         origin = settings.provenance.of("rollout.kv_cache_bytes")
         bounded = min(wanted, rollout.kv_cache_bytes)
