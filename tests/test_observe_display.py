@@ -201,7 +201,7 @@ def test_the_summary_keeps_the_stages_apart_and_ends_with_what_comes_next(tmp_pa
     assert re.search(r"Update\s+1 min 00 s\s+100\.0 %", warm_up)
     assert re.search(r"Update\s+1\.0 s\s+16\.7 %", after)
     assert "loss" not in text and any(line.endswith("held-out, 95 % interval") for line in lines)
-    assert "Accuracy is greedy" in text and "training samples at temperature 1," in text
+    assert "Validation is greedy (" in text and "training samples at temperature 1," in text
     following = lines[lines.index("Next") + 1 :]
     assert [line.split("  ", 2)[-1].strip() for line in following] == [
         f"open {tmp_path}/report.html in a browser",

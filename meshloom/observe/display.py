@@ -298,8 +298,8 @@ class LiveDisplay(_Base):
             style = "bold red" if label == _INVALID else ""
             table.add_column(label, justify="right", no_wrap=True, style=style)
             shown.append(cells)
-        for i, cells in enumerate(zip(*shown, strict=True)):
-            table.add_row(*cells, style="bold" if i == len(self._rows) - 1 else "")
+        for i, line in enumerate(zip(*shown, strict=True)):
+            table.add_row(*line, style="bold" if i == len(self._rows) - 1 else "")
         return table
 
     def _progress(self) -> Table:

@@ -118,8 +118,8 @@ def _how_judged(stage: Stage) -> Text | None:
     held_out, training = (_temperature(stage, room) for room in ("validation", "rollout"))
     if held_out is None or training is None or held_out == training:
         return None
-    how = "greedy: the most probable token each time" if held_out == 0 else f"at temperature {held_out:g}"
-    text = f"Accuracy is {how}; training samples at temperature {training:g}, so its rewards differ."
+    how = "greedy (the most probable token each time)" if held_out == 0 else f"at temperature {held_out:g}"
+    text = f"Validation is {how}; training samples at temperature {training:g}, so reward and accuracy differ."
     return Text(text, style="dim")
 
 
