@@ -22,3 +22,8 @@ def prepare_process() -> None:
         return
     for name, value in _BEFORE_TORCH.items():
         os.environ.setdefault(name, value)
+
+
+def threads_are_given() -> bool:
+    """Whether the user has said how many threads a process computes with."""
+    return "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ

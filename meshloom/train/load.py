@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from meshloom.config.environment import threads_are_given
 from meshloom.config.errors import UserError
 from meshloom.config.settings import LoraSettings
 from meshloom.plan.model_folder import read_model_folder
@@ -20,6 +21,8 @@ from meshloom.train.head import check_head, decoder_of
 # A run has its own display; loading bars and warnings of a library would break it. What matters is an error here.
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
+
+_SMALL_PARAMETERS = 4_000_000
 # The names that are to replace these are not in all versions that are supported.
 warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
 
@@ -113,6 +116,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
             why="they would be random numbers",
         )
     use_layouts(model)
+    _fit_threads(model, device)
     model.to(device).eval()
     check_head(model)
     for module in _apart_from_text(model).values():
@@ -128,6 +132,14 @@ def _apart_from_text(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
         for name, module in model.named_modules()
         if (own := list(module.parameters(recurse=False))) and not taken.intersection(map(id, own))
     }
+
+
+def _fit_threads(model: PreTrainedModel, device: torch.device) -> None:
+    """Let a small model compute on one thread of the processor: for its small products, waking others costs more than they
+    save, and far more when the cores have other work. What the user set in the environment stands."""
+    inner = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    if device.type == "cpu" and inner < _SMALL_PARAMETERS and not threads_are_given():
+        torch.set_num_threads(1)
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> torch.nn.Module:
