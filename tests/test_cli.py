@@ -121,14 +121,17 @@ def test_a_plan_that_can_work_ends_with_0(folder: Path, capsys: pytest.CaptureFi
     from tests.test_plan_memory import make_folder
 
     make_folder(folder / "nowhere")
+    with (folder / "run.yaml").open("a") as file:
+        file.write("reward: {function: exact_match}\n")
     assert main(["plan", "run.yaml", "batch.prompts_per_step=4", "--settings"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert 'model.path "nowhere" run.yaml:3' in out
     assert "optimizer.lr 1e-06 default" in out
     assert "peak while updating" in out
     assert "Problems" not in out
-    for kind in ("sft", "eval"):
-        assert main(["plan", "run.yaml", "--kind", kind]) == 0
+    assert main(["plan", "run.yaml", "--kind", "eval"]) == 0
+    (folder / "run.yaml").write_text(SETTINGS)
+    assert main(["plan", "run.yaml", "--kind", "sft", "data.response_column=answer"]) == 0
 
 
 @pytest.mark.parametrize("kind", ["train", "sft", "eval"])
@@ -146,11 +149,16 @@ def test_parquet_rows_are_counted(folder: Path, capsys: pytest.CaptureFixture[st
     counts = []
     for more in ([], ["data.train.max_rows=12"], ["data.train.files=[no.parquet]"]):
         main([*args, *more])
-        counts.append(json.loads(capsys.readouterr().out)["lines"][0]["value"])
+        counts.append(counted(capsys))
     assert counts == [17, 12, None]
     (folder / "rows.parquet").write_bytes(b"PAR1")
     main(args)
-    assert json.loads(capsys.readouterr().out)["lines"][0]["value"] is None
+    assert counted(capsys) is None
+
+
+def counted(capsys: pytest.CaptureFixture[str]) -> int | None:
+    lines = json.loads(capsys.readouterr().out)["lines"]
+    return next(line["value"] for line in lines if line["name"] == "prompts of the data")
 
 
 def test_ctrl_c_ends_with_130(folder: Path) -> None:

@@ -12,6 +12,7 @@ from meshloom.config.errors import UserError
 from meshloom.config.problems import Problem, require_none
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.checks import Findings, check_settings
+from meshloom.plan.inputs import check_inputs
 from meshloom.plan.ledger import LedgerLine, batch_ledger, longest_sequence_tokens, sft_steps, train_steps
 from meshloom.plan.memory import GENERATING, MACHINE, UPDATING, UnknownShape, memory_ledger
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
@@ -67,7 +68,7 @@ def build_plan(settings: TrainSettings | SftSettings | EvalSettings, num_prompts
             overlong ones are dropped; none if not known yet.
     """
     found = check_settings(settings, num_prompts)
-    lines = list(batch_ledger(settings, num_prompts))
+    lines = [*check_inputs(found, settings), *batch_ledger(settings, num_prompts)]
     folder = _read_model(found, settings)
     if folder is not None:
         _check_adapters(found, settings, folder)

@@ -1,0 +1,255 @@
+"""What a run reads besides its model, looked at before any work: the first row of each file, the reward's file.
+
+Owns: whether rows have the columns that are used, whether there is a reward and its function exists, and the lines of the plan
+about both. Refuses to know: tokens, what a reward function does. Always holds: a user's code is parsed and never run; of a
+file of rows the first one is read, and the others are counted.
+
+Codes: D data, W rewards.
+"""
+
+import ast
+import difflib
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshloom.config.errors import UserError
+from meshloom.config.names import Verifier
+from meshloom.config.settings import EvalSettings, SftSettings, SourceSettings, TrainSettings
+from meshloom.data.columns import to_row
+from meshloom.data.files import read_file
+from meshloom.data.rows import Row
+from meshloom.data.tasks import PREFIX
+from meshloom.plan.checks import Findings
+from meshloom.plan.count import count_rows
+from meshloom.plan.ledger import DERIVED, LedgerLine
+
+AnySettings = TrainSettings | SftSettings | EvalSettings
+
+_BINDERS = {"globals", "vars", "locals", "setattr", "exec"}
+"""What can bind a name that no statement does."""
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first row of a file, as it stands there and as it is read."""
+
+    record: Mapping[str, Any]
+    row: Row
+
+
+def check_inputs(found: Findings, settings: AnySettings) -> tuple[LedgerLine, ...]:
+    """Refuse what ``train`` would refuse about data and reward; the lines of the plan about both."""
+    firsts = {path: _first_rows(found, path, source, settings) for path, source in _sources(settings)}
+    template = _has_template(Path(settings.model.path))
+    every = [first for some in firsts.values() for first in some]
+    _check_template(found, settings, every, template)
+    lines = _data_lines(settings, every, template)
+    if not isinstance(settings, SftSettings):
+        _check_reward(found, settings, firsts)
+        lines += _reward_lines(settings, every)
+    return tuple(lines)
+
+
+def _sources(settings: AnySettings) -> list[tuple[str, SourceSettings]]:
+    """The sources that the run reads, by the setting that names them."""
+    if isinstance(settings, EvalSettings):
+        return [] if settings.source is None else [(settings.source_path, settings.source)]
+    train: list[tuple[str, SourceSettings]] = [("data.train", settings.data.train)]
+    if isinstance(settings, SftSettings) or settings.data.validation is None:
+        return train
+    return [*train, ("data.validation", settings.data.validation)]
+
+
+def _first_rows(found: Findings, path: str, source: SourceSettings, settings: AnySettings) -> list[_First]:
+    """The first row of each file that can be read; what is missing altogether is refused elsewhere."""
+    if source.dataset is not None and importlib.util.find_spec("datasets") is None:
+        what = "a Hugging Face dataset needs the package datasets"
+        found.refuse("D003", f"{path}.dataset", what, fix='pip install "meshloom[datasets]"')
+    firsts: list[_First] = []
+    for name in source.files:
+        file = Path(name)
+        if not file.is_file() or file.suffix.lower() not in (".parquet", ".jsonl"):
+            continue
+        try:
+            first = next(read_file(file), None)
+            if first is None:
+                fix = "fill it, or take it out of files"
+                found.refuse("D002", f"{path}.files", f"the data file {name} has no rows", fix=fix)
+            else:
+                place, record = first
+                firsts.append(_First(record, to_row(record, 0, place, settings.data)))
+        except UserError as error:
+            found.refuse("D001", f"{path}.files", f"{error.where}: {error.what}", why=error.why, fix=error.fix)
+    return firsts
+
+
+def _has_template(folder: Path) -> bool | None:
+    """Whether the tokenizer of a model folder has a chat template; none if there is no tokenizer to be asked."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    if not config.is_file():
+        return None
+    try:
+        values = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return isinstance(values, dict) and bool(values.get("chat_template"))
+
+
+def _check_template(found: Findings, settings: AnySettings, firsts: Sequence[_First], template: bool | None) -> None:
+    """A template that is needed and missing, or needed and forbidden."""
+    data = settings.data
+    chat = any(isinstance(first.row.prompt, list) for first in firsts)
+    if chat and data.chat_template == "never":
+        fix = "set data.chat_template=auto, or give prompts as plain strings"
+        found.refuse("D004", "data.chat_template", "a chat cannot be rendered without a template", fix=fix)
+    elif template is False and (chat or data.chat_template == "always" or data.system_prompt):
+        why = "a prompt is a chat" if chat else "data.chat_template or data.system_prompt ask for one"
+        fix = "put chat_template.jinja into the model folder, or give prompts as plain strings"
+        found.refuse("D005", "data.chat_template", "the tokenizer has no chat template", why=why, fix=fix)
+
+
+def _check_reward(
+    found: Findings, settings: TrainSettings | EvalSettings, firsts: Mapping[str, Sequence[_First]]
+) -> None:
+    if settings.reward.function is not None:
+        file, colon, name = settings.reward.function.rpartition(":")
+        if colon and Path(file).is_file():
+            _check_function(found, Path(file), name)
+        return
+    for path, source in _sources(settings):
+        bring_none = [first for first in firsts[path] if not first.row.data_source.startswith(PREFIX)]
+        if bring_none and not source.reasoning_gym:
+            choices = f"reward.function=rewards.py:score, or one of {', '.join(Verifier)}"
+            why = f"only rows from reasoning-gym bring their own verifier; those of {path} do not"
+            found.refuse("W001", "reward.function", "a reward function is needed", why=why, fix=f"set {choices}")
+            return
+
+
+def _check_function(found: Findings, file: Path, name: str) -> None:
+    """Whether a file has a name at its top level, without running it."""
+    if file.suffix != ".py":
+        fix = "name a file that ends in .py"
+        found.refuse("W002", "reward.function", f"the reward file {file} is no Python file", fix=fix)
+        return
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        found.refuse("W003", "reward.function", f"the reward file {file} is not Python: {error}")
+        return
+    names = list(_top_level_names(tree.body))
+    nodes = list(ast.walk(tree))
+    names += [given for node in nodes if isinstance(node, ast.Global) for given in node.names]
+    if name in names or "*" in names or any(isinstance(node, ast.Name) and node.id in _BINDERS for node in nodes):
+        return
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    near = difflib.get_close_matches(name, names, n=1)
+    fix = f"did you mean {file}:{near[0]}?" if near else f"its functions are: {', '.join(functions) or 'none'}"
+    found.refuse("W004", "reward.function", f"{file} has no function {name!r}", fix=fix)
+
+
+def _top_level_names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that statements bind in their own scope: definitions, assignments, imports, also inside ``if`` and ``try``;
+    ``*`` for whatever a star import brings."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name
+            continue
+        for node in ast.iter_child_nodes(statement):
+            if isinstance(node, ast.alias):
+                yield (node.asname or node.name).partition(".")[0]
+            elif isinstance(node, ast.stmt):
+                yield from _top_level_names([node])
+            elif isinstance(node, ast.ExceptHandler | ast.match_case):
+                yield from _top_level_names(node.body)
+            else:
+                targets = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+                yield from (part.id for part in targets if isinstance(part.ctx, ast.Store))
+
+
+def _data_lines(settings: AnySettings, firsts: Sequence[_First], template: bool | None) -> list[LedgerLine]:
+    lines: list[LedgerLine] = []
+    for path, source in _sources(settings):
+        kind = "training" if path == "data.train" else "validation"
+        key = next((name for name in ("files", "dataset", "reasoning_gym") if getattr(source, name)), "files")
+        value = _shortened(source.files) if key == "files" else str(getattr(source, key))
+        lines.append(_given(settings, "data", f"{kind} data", value or None, f"{path}.{key}"))
+        how = "as many as are generated" if key == "reasoning_gym" else "counted"
+        lines.append(_derived("data", f"{kind} rows", count_rows(source), how, "rows"))
+    lines += _column_lines(settings, firsts)
+    choice = settings.data.chat_template
+    if choice == "never":
+        used = "none"
+    elif template is None:
+        used = "not known"
+    else:
+        used = "the tokenizer's" if template else "none, the tokenizer has none"
+    lines.append(_given(settings, "data", "chat template", used, "data.chat_template", more=f"={choice}"))
+    return lines
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
+
+
+def _column_lines(settings: AnySettings, firsts: Sequence[_First]) -> list[LedgerLine]:
+    """Columns of files and datasets; generated problems have none."""
+    data = settings.data
+    if all(source.reasoning_gym for _, source in _sources(settings)):
+        return []
+    columns = {column for first in firsts for column in first.record}
+    prompt, answer = data.prompt_column, data.answer_column
+    if isinstance(settings, SftSettings):
+        chat = "messages" if prompt not in columns and "messages" in columns else prompt
+        given = settings.data.response_column
+        response = given if given in columns or not firsts else f"last message of {chat}"
+        return [
+            _given(settings, "data", "prompt column", chat, "data.prompt_column"),
+            _given(settings, "data", "response column", response, "data.response_column"),
+        ]
+    if any(first.row.answer is not None and answer not in first.record for first in firsts):
+        answer = "reward_model.ground_truth"
+    return [
+        _given(settings, "data", "prompt column", prompt, "data.prompt_column"),
+        _given(settings, "data", "answer column", answer or "none", "data.answer_column"),
+    ]
+
+
+def _reward_lines(settings: TrainSettings | EvalSettings, firsts: Sequence[_First]) -> list[LedgerLine]:
+    reward, sources = settings.reward, _sources(settings)
+    brings_one = all(source.reasoning_gym for _, source in sources) or (
+        bool(firsts) and all(first.row.data_source.startswith(PREFIX) for first in firsts)
+    )
+    function = reward.function or (str(Verifier.REASONING_GYM) if brings_one else None)
+    lines = [
+        _given(settings, "reward", "reward function", function, "reward.function"),
+        _given(settings, "reward", "deadline of a sample", reward.deadline_s, "reward.deadline_s", unit="s"),
+    ]
+    name, unit = "reward workers", "processes"
+    if reward.workers is not None:
+        return [*lines, _given(settings, "reward", name, reward.workers, "reward.workers", unit=unit)]
+    return [*lines, _derived("reward", name, len(os.sched_getaffinity(0)), "processors this process may use", unit)]
+
+
+def _given(
+    settings: AnySettings,
+    section: str,
+    name: str,
+    value: int | float | str | None,
+    path: str,
+    *,
+    unit: str = "",
+    more: str = "",
+) -> LedgerLine:
+    origin = settings.provenance.of(path)
+    return LedgerLine(section=section, name=name, value=value, formula=f"{path}{more}", source=origin, unit=unit)
+
+
+def _derived(section: str, name: str, value: int | None, formula: str, unit: str) -> LedgerLine:
+    return LedgerLine(section=section, name=name, value=value, formula=formula, source=DERIVED, unit=unit)
