@@ -234,15 +234,20 @@ def test_settings_that_cannot_work(case: str, inputs: Path, capsys: pytest.Captu
     refused([*args, *overrides], inputs, said, capsys)
 
 
+SCORE = "\ndef score(request):\n    return 1\n"
 REWARDS = {
     "no file": ("{inputs}/no.py:score", "", ["there is no file", "reward.function", "reward.py"]),
     "no function": ("{inputs}/reward.py:scor", None, ["no function 'scor'", "it has: score"]),
     "no name": ("{inputs}/reward.py", None, ["reward.function"]),
     "no verifier": ("exact_mach", None, ["there is no verifier 'exact_mach'", "did you mean exact_match?"]),
-    "raises": (None, "import no_such_package\n", ["raises ModuleNotFoundError when it is imported", "no_such_package"]),
+    "raises": (
+        None,
+        "import no_such_package" + SCORE,
+        ["raises ModuleNotFoundError when it is imported", "no_such_package"],
+    ),
     "syntax": (None, "def score(request):\n    return (\n", ["SyntaxError", "reward.py"]),
-    "exits": (None, "raise SystemExit(3)\n", ["raises SystemExit"]),
-    "dies": (None, "import os\nos._exit(3)\n", ["ends while it loads the function", "status 3"]),
+    "exits": (None, "raise SystemExit(3)" + SCORE, ["raises SystemExit"]),
+    "dies": (None, "import os\nos._exit(3)" + SCORE, ["ends while it loads the function", "status 3"]),
     "signature": (
         None,
         "def score(text, gold):\n    return 1\n",

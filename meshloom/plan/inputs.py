@@ -20,7 +20,7 @@ from typing import Any
 from meshloom.config.errors import UserError
 from meshloom.config.names import Verifier
 from meshloom.config.settings import EvalSettings, SftSettings, SourceSettings, TrainSettings
-from meshloom.data.columns import to_row
+from meshloom.data.columns import nearest_first, to_row
 from meshloom.data.files import read_file
 from meshloom.data.rows import Row
 from meshloom.data.tasks import PREFIX
@@ -141,7 +141,8 @@ def _check_function(found: Findings, file: Path, name: str) -> None:
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
-        found.refuse("W003", "reward.function", f"the reward file {file} is not Python: {error}")
+        why = f"{type(error).__name__}: {error}"
+        found.refuse("W003", "reward.function", f"the reward file {file} is not Python", why=why)
         return
     names = list(_top_level_names(tree.body))
     nodes = list(ast.walk(tree))
@@ -149,9 +150,10 @@ def _check_function(found: Findings, file: Path, name: str) -> None:
     if name in names or "*" in names or any(isinstance(node, ast.Name) and node.id in _BINDERS for node in nodes):
         return
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    why = f"it has: {', '.join(nearest_first(name, functions)[:10])}" if functions else "it defines no function"
     near = difflib.get_close_matches(name, names, n=1)
-    fix = f"did you mean {file}:{near[0]}?" if near else f"its functions are: {', '.join(functions) or 'none'}"
-    found.refuse("W004", "reward.function", f"{file} has no function {name!r}", fix=fix)
+    fix = f"did you mean {file}:{near[0]}?" if near else "name a function of the file"
+    found.refuse("W004", "reward.function", f"the reward file {file} has no function {name!r}", why=why, fix=fix)
 
 
 def _top_level_names(body: Sequence[ast.stmt]) -> Iterator[str]:
