@@ -135,10 +135,12 @@ def _apart_from_text(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
 
 
 def _fit_threads(model: PreTrainedModel, device: torch.device) -> None:
-    """Let a small model compute on one thread of the processor: for its small products, waking others costs more than they
-    save, and far more when the cores have other work. What the user set in the environment stands."""
+    """Let the processor compute on one thread where its products are small: with a small model, or with the model on a GPU.
+    Waking others costs more than they save, and far more when the cores have other work. What the user set in the environment
+    stands."""
     inner = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
-    if device.type == "cpu" and inner < _SMALL_PARAMETERS and not threads_are_given():
+    small = device.type != "cpu" or inner < _SMALL_PARAMETERS
+    if small and not threads_are_given():
         torch.set_num_threads(1)
 
 
