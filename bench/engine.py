@@ -119,7 +119,7 @@ def compare(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a smoke run of seconds")
-    parser.add_argument("--threads", type=int, help="threads of torch; default: one for 1M, where more cost both sides")
+    parser.add_argument("--threads", type=int, help="threads of torch; default: one for 1M, where more cost generate")
     parser.add_argument("--models", nargs="+", default=["1M", "50M"], choices=list(MODELS))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 16, 32, 64], help="of generate")
     parser.add_argument("--rounds", type=int, default=3)

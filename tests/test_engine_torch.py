@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from bench import engine as bench_engine
 from meshloom.rollout.kv_cache import CacheShape
+from meshloom.rollout.protocol import Request, SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.train.attention import use_layouts
 from tests.models import tiny_model
@@ -123,3 +124,23 @@ def test_the_benchmark_runs(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["engine.py", "--tiny"])
     bench_engine.main()
     assert capsys.readouterr().out.count("ratio (tiny") == 2
+
+
+def test_a_small_model_decodes_on_one_thread_and_gives_the_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waking a second thread for tiny products took four times as long when the other core had work."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    seen = []
+    try:
+        model = tiny_model("llama")
+        use_layouts(model)
+        model.model.layers[0].register_forward_hook(lambda *unused: seen.append(torch.get_num_threads()))
+        engine = TorchEngine(model, eos_ids=())
+        request = Request(id=0, prompt_ids=[3, 4], params=SamplingParams(max_tokens=3), seeds=[0])
+        for _ in engine.generate([request], deadline_s=60):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {1}

@@ -1,10 +1,6 @@
 """Packed forward and backward: equal to one-by-one in transformers, and independent of how samples are packed."""
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -202,18 +198,3 @@ def test_a_parameter_without_gradient_is_refused() -> None:
     module.register_parameter("forgotten", torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(RuntimeError, match="forgotten"):
         trained(module, 64).forward_backward(make_samples(), weighted, temperature=1.0)
-
-
-def test_a_small_model_computes_on_one_thread_unless_told_otherwise(tmp_path: Path) -> None:
-    """Waking a second thread for tiny products took four times as long when the other core had work."""
-    tiny_model("llama").save_pretrained(tmp_path)
-    script = (
-        "import meshloom, torch; from meshloom.train.load import load_model; torch.set_num_threads(2);"
-        f"load_model({str(tmp_path)!r}, torch.float32, torch.device('cpu')); print(torch.get_num_threads())"
-    )
-    plain = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    for given, expected in ({}, "1"), ({"OMP_NUM_THREADS": "2"}, "2"):
-        ran = subprocess.run(
-            [sys.executable, "-c", script], env={**plain, **given}, capture_output=True, text=True, check=True
-        )
-        assert ran.stdout.split()[-1] == expected

@@ -26,6 +26,7 @@ from meshloom.rollout.scheduler import Admission, Prefill, Sample, Scheduler
 from meshloom.rollout.stopping import Decode, StopRule
 from meshloom.train.attention import AttentionLayout
 from meshloom.train.head import OutputHead, decoder_of, plain_model
+from meshloom.train.threads import is_small, one_thread
 
 
 class TorchEngine:
@@ -53,6 +54,7 @@ class TorchEngine:
         self.version = 0
         self._model, self._decoder, self._head = model, decoder_of(model), OutputHead(model)
         self._shape = CacheShape.of(plain_model(model))
+        self._small = self._shape.device.type == "cpu" and is_small(model)
         self._vocabulary = len(plain_model(model).get_input_embeddings().weight)
         self._eos_ids, self._decode = eos_ids, decode
         self._max_sequences, self._prefill_tokens = max_sequences, prefill_tokens
@@ -134,7 +136,7 @@ class TorchEngine:
 
     def _advance(self, scheduler: Scheduler, deadline: float) -> list[Sample]:
         """Run passes until samples finish."""
-        with _evaluation(self._model), torch.inference_mode():
+        with _evaluation(self._model), torch.inference_mode(), one_thread(self._small):
             while scheduler.has_work:
                 ended = self._interrupted(scheduler, deadline) or self._step(scheduler)
                 if ended:

@@ -11,18 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from meshloom.config.environment import threads_are_given
 from meshloom.config.errors import UserError
 from meshloom.config.settings import LoraSettings
 from meshloom.plan.model_folder import read_model_folder
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import check_head, decoder_of
+from meshloom.train.threads import fit_threads
 
 # A run has its own display; loading bars and warnings of a library would break it. What matters is an error here.
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
-
-_SMALL_PARAMETERS = 4_000_000
 # The names that are to replace these are not in all versions that are supported.
 warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
 
@@ -116,7 +114,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
             why="they would be random numbers",
         )
     use_layouts(model)
-    _fit_threads(model, device)
+    fit_threads(device)
     model.to(device).eval()
     check_head(model)
     for module in _apart_from_text(model).values():
@@ -132,16 +130,6 @@ def _apart_from_text(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
         for name, module in model.named_modules()
         if (own := list(module.parameters(recurse=False))) and not taken.intersection(map(id, own))
     }
-
-
-def _fit_threads(model: PreTrainedModel, device: torch.device) -> None:
-    """Let the processor compute on one thread where its products are small: with a small model, or with the model on a GPU.
-    Waking others costs more than they save, and far more when the cores have other work. What the user set in the environment
-    stands."""
-    inner = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
-    small = device.type != "cpu" or inner < _SMALL_PARAMETERS
-    if small and not threads_are_given():
-        torch.set_num_threads(1)
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> torch.nn.Module:
