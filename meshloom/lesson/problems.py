@@ -48,7 +48,10 @@ def write_problems(folder: Path, *, seed: int, num_examples: int, num_train: int
     _write(data.train, [_record(row) for row in rows[NUM_HELD_OUT + num_examples :]])
     choice = random.Random(seed)
     examples = [
-        {**_record(row), "response": _response(row.extra["metadata"]["expression"], guess=choice.random() < GUESSED_SHARE)}
+        {
+            **_record(row),
+            "response": _response(row.extra["metadata"]["expression"], guess=choice.random() < GUESSED_SHARE),
+        }
         for row in rows[NUM_HELD_OUT : NUM_HELD_OUT + num_examples]
     ]
     _write(data.examples, examples)
@@ -83,9 +86,7 @@ def worked_solution(expression: str) -> str:
     borrow = int(big % 10 < small % 10)
     top = big % 10 + 10 * borrow
     units, tens = top - small % 10, big // 10 - small // 10 - borrow
-    return (
-        f"{sign}{top}-{small % 10}={units} {sign}{big // 10}-{small // 10}-{borrow}={tens} <answer>{a - b}</answer>"
-    )
+    return f"{sign}{top}-{small % 10}={units} {sign}{big // 10}-{small // 10}-{borrow}={tens} <answer>{a - b}</answer>"
 
 
 def _record(row: Row) -> dict[str, Any]:
