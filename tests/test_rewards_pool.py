@@ -18,7 +18,7 @@ from meshloom.rewards.pool import RewardPool, summarise
 
 DEADLINE_S = 0.6
 SLEEP = f"600.{os.getpid()}"
-"""How long children sleep that should have been killed: a number of this session's own."""
+"""How long children sleep that should have been killed: a number no other process uses."""
 
 FUNCTIONS = '''
 import asyncio, ctypes, multiprocessing, os, re, signal, subprocess, sys, threading, time
