@@ -94,7 +94,7 @@ def _finished(run_dir: str) -> bool:
 
 
 def _stopped(console: Console, code: int) -> int:
-    console.print("stopped; the same command goes on from here", highlight=False)
+    console.print("the same quickstart command goes on with the lesson", highlight=False)
     return code
 
 

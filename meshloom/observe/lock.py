@@ -50,8 +50,13 @@ class FolderLock:
 
 def is_locked(folder: Path) -> bool:
     """Whether a living process holds the folder at this moment."""
+    return is_held(folder / LOCK_FILE)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process holds an exclusive lock on a file or folder; not if there is none."""
     try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 
 from meshloom.config.errors import UserError
 from meshloom.observe.atomic import give_usual_modes
+from meshloom.observe.lock import is_held
 from meshloom.plan.model_folder import refuse_pickles
 from meshloom.plan.report import format_bytes
 
@@ -289,7 +290,7 @@ class CheckpointStore:
         self._prune()
 
     def _prune(self) -> None:
-        if any(_is_locked(entry) for entry in self.folder.glob(".writing-*")):
+        if any(is_held(entry) for entry in self.folder.glob(".writing-*")):
             return
         self._remove_replaced()
         complete = complete_checkpoints(self.folder)
@@ -321,7 +322,7 @@ class CheckpointStore:
     def _clean(self) -> None:
         """Remove what dead processes left."""
         for entry in _folders(self.folder):
-            if _ASIDE.fullmatch(entry.name) and not _is_locked(entry):
+            if _ASIDE.fullmatch(entry.name) and not is_held(entry):
                 shutil.rmtree(entry)
 
 
@@ -381,17 +382,3 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _is_locked(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
