@@ -13,8 +13,8 @@ import pytest
 
 from meshloom.config.errors import UserError
 from meshloom.config.settings import RewardSettings
-from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
-from meshloom.rewards.pool import RewardPool, summarise
+from meshloom.rewards.outcome import InvalidReason, RewardRequest
+from meshloom.rewards.pool import RewardPool
 
 DEADLINE_S = 0.6
 SLEEP = f"600.{os.getpid()}"
@@ -406,11 +406,6 @@ def test_all_workers_run_the_file_as_it_was_at_the_start(tmp_path):
 def test_large_requests_pass(pool):
     rewards = pool.score([ask("answer", answer=1)] + [ask("value:1" + " " * 3_000_000)] * 6)
     assert [r.value for r in rewards] == [1.0] * 7
-
-
-def test_a_summary_counts_each_reason():
-    rewards = [Reward(value=1.0), Reward(value=0.0), Reward(value=None, reason=InvalidReason.DIED)]
-    assert summarise(rewards) == {"valid": 2, "raised": 0, "deadline": 0, "died": 1, "not_a_number": 0, "unfinished": 0}
 
 
 @pytest.mark.parametrize(

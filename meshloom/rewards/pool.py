@@ -12,7 +12,6 @@ from a library.
 import os
 import pickle
 import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
@@ -20,11 +19,8 @@ from types import TracebackType
 from meshloom.config.settings import RewardSettings
 from meshloom.rewards.function import choose_function
 from meshloom.rewards.keeper import Keeper, Task, TaskQueue
-from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
+from meshloom.rewards.outcome import Reward, RewardRequest
 from meshloom.rewards.process import Guardian, Worker
-
-VALID = "valid"
-"""Key of the valid rewards in ``summarise``."""
 
 
 class RewardPool:
@@ -109,9 +105,3 @@ class RewardPool:
             self._fault = fault
             self._queue.close(RuntimeError(f"a reward worker cannot be started: {fault}"))
         self._started.set()
-
-
-def summarise(rewards: Iterable[Reward]) -> dict[str, int]:
-    """How many rewards are valid, and how many are invalid for each reason; every key is always there."""
-    counts = Counter(VALID if reward.reason is None else reward.reason.value for reward in rewards)
-    return {key: counts[key] for key in (VALID, *(reason.value for reason in InvalidReason))}
