@@ -5,75 +5,16 @@ files' contents. Always holds: an unknown key is an error, a value never changes
 room reads fails the tests.
 """
 
-import os
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import Field
 
-from meshloom.config.provenance import Provenance
+from meshloom.config.base import Count, CountOrZero, NotNegative, Place, Places, Positive, Seed, Settings, Share
+from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
+from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Place = Annotated[str, AfterValidator(os.path.expanduser)]
-"""Name of a file or folder, relative to the current directory; ``~`` is the home folder, which no shell puts in after ``=``."""
-
-
-def _as_list(value: Any) -> Any:
-    """One text as a list of one. Lists become tuples, as strict validation wants of values that are not JSON any more."""
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
-Places = Annotated[
-    tuple[Place, ...], BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])  # what a file may hold
-]
-"""Names of files; one alone may stand without a list."""
-
-
-class Settings(BaseModel):
-    """Base of every group of settings: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    _provenance: Provenance = PrivateAttr(default_factory=Provenance)
-
-    @property
-    def provenance(self) -> Provenance:
-        """Where the values came from; known for settings that ``load_settings`` returned, empty for others."""
-        return self._provenance
-
-
-class LoraSettings(Settings):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) through peft; the base stays frozen."""
-
-    rank: Count = 16
-    """Rank of the adapters."""
-    alpha: Positive = 32.0
-    """Scale of the adapters: they are multiplied by alpha / rank."""
-    dropout: Share = 0.0
-    """Dropout on the adapters' input. Anything but 0 makes sampler and trainer disagree."""
-    target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the layers that get an adapter, or ``all-linear``: every linear layer but the head."""
-
-
-class ModelSettings(Settings):
-    """Which model is trained and in which arithmetic."""
-
-    path: Place
-    """Hugging Face folder: config.json, safetensors, tokenizer."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of forward and backward. ``auto``: bfloat16 on a GPU, float32 elsewhere. The optimizer always works on
-    float32 master weights and float32 gradients."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations: less memory, about a third more time."""
-    logits_chunk_bytes: Count = 64 * 2**20
-    """Bound on the bytes of logits alive at once; log-probs and entropy are computed in chunks of this size."""
-    lora: LoraSettings | None = None
-    """Train adapters instead of the whole model."""
+__all__ = ["LoraSettings", "ModelSettings", "OptimizerSettings", "RolloutSettings", "SamplingSettings", "Settings"]
 
 
 class SourceSettings(Settings):
@@ -150,42 +91,6 @@ class RewardSettings(Settings):
     """A step with a larger share of invalid rewards stops the run."""
 
 
-class SamplingSettings(Settings):
-    """The distribution a token is drawn from."""
-
-    temperature: NotNegative = 1.0
-    """Divides the logits; 0 takes the most likely token."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keep the smallest set of most likely tokens whose probability reaches this (nucleus sampling)."""
-    top_k: CountOrZero = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    min_p: Share = 0.0
-    """Drop tokens less likely than this share of the most likely one."""
-
-
-class RolloutSettings(Settings):
-    """How responses are generated while training."""
-
-    engine: Literal["torch"] = "torch"
-    """``torch``: the embedded engine on the trainer's own weights."""
-    sampling: SamplingSettings = SamplingSettings()
-    """The sampling distribution of training samples."""
-    max_response_tokens: Count = 512
-    """Longest response, in tokens."""
-    ignore_eos: bool = False
-    """Generate exactly ``max_response_tokens`` tokens, for benchmarks."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response, besides the model's own end tokens."""
-    max_sequences: Count = 256
-    """Sequences decoded at once."""
-    kv_cache_bytes: Count | None = None
-    """Bound on the bytes of the key-value cache. Default: a quarter of the free memory."""
-    prefill_tokens: Count = 8192
-    """Prompt tokens computed in one pass."""
-    deadline_s: Positive = 3600.0
-    """Seconds a step's generation may take; unfinished samples are then dropped with their group and counted."""
-
-
 class KlPlace(StrEnum):
     """Where the divergence from the reference enters."""
 
@@ -250,27 +155,6 @@ class BatchSettings(Settings):
     """Steps of the run. Default: from ``epochs``."""
     epochs: Count = 1
     """Passes over the prompts, when ``steps`` is not given."""
-
-
-class OptimizerSettings(Settings):
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on float32 master weights. Schedules advance per optimizer update."""
-
-    lr: NotNegative = 1e-6
-    """Peak learning rate."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    """Decay of the two moments."""
-    eps: Positive = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: NotNegative = 0.01
-    """Decoupled weight decay; on matrices only, not on biases, norms and embeddings."""
-    max_grad_norm: Positive | None = 1.0
-    """Clip the gradient to this norm; none: do not clip."""
-    warmup_updates: CountOrZero = 0
-    """Updates over which the rate rises from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up, over the updates of the whole run."""
-    min_lr_ratio: Share = 0.0
-    """Share of the peak rate that linear and cosine schedules end at."""
 
 
 class ValidationSettings(Settings):

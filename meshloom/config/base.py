@@ -1,0 +1,45 @@
+"""What every group of settings is made of: frozen records and the types of their values.
+
+Owns: ranges and how text becomes a value. Refuses to know: which settings there are. Always holds: an unknown key is an
+error, and a value never changes after it is read.
+"""
+
+import os
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+
+from meshloom.config.provenance import Provenance
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Name of a file or folder, relative to the current directory; ``~`` is the home folder, which no shell puts in after ``=``."""
+
+
+def _as_list(value: Any) -> Any:
+    """One text as a list of one. Lists become tuples, as strict validation wants of values that are not JSON any more."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+Places = Annotated[
+    tuple[Place, ...], BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])  # what a file may hold
+]
+"""Names of files; one alone may stand without a list."""
+
+
+class Settings(BaseModel):
+    """Base of every group of settings: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    _provenance: Provenance = PrivateAttr(default_factory=Provenance)
+
+    @property
+    def provenance(self) -> Provenance:
+        """Where the values came from; known for settings that ``load_settings`` returned, empty for others."""
+        return self._provenance
