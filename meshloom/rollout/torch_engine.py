@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshloom.config.errors import UserError
 from meshloom.rollout.kv_cache import Bank, CacheShape, KVCache, quarter_of_free_bytes, single_sequence_bytes
 from meshloom.rollout.layouts import BankDecode, DecodeLayout, MixedLayout, PrefillLayout
 from meshloom.rollout.protocol import Completion, FinishReason, Request
+from meshloom.rollout.requests import check_requests, kv_tokens, require_fit
 from meshloom.rollout.sampling import Rows, draw
 from meshloom.rollout.scheduler import Admission, Prefill, Sample, Scheduler
 from meshloom.rollout.stopping import Decode, StopRule
@@ -110,7 +110,7 @@ class TorchEngine:
     def _generate(self, requests: Sequence[Request], deadline: float) -> Iterator[Completion]:
         if self._scheduler is not None:
             raise RuntimeError("the engine is generating already; finish or close that iterator first")
-        longest = max((_kv_tokens(request) for request in requests), default=1)
+        longest = max((kv_tokens(request) for request in requests), default=1)
         count = min(self._max_sequences, sum(len(request.seeds) for request in requests))
         cache = KVCache(self._shape, budget_bytes=self.kv_cache_bytes, longest=longest, max_sequences=count)
         scheduler = Scheduler(cache, max_sequences=self._max_sequences, prefill_tokens=self._prefill_tokens)
@@ -136,7 +136,7 @@ class TorchEngine:
 
     def _advance(self, scheduler: Scheduler, deadline: float) -> list[Sample]:
         """Run passes until samples finish."""
-        with _evaluation(self._model), torch.inference_mode(), one_thread(self._small):
+        with evaluation(self._model), torch.inference_mode(), one_thread(self._small):
             while scheduler.has_work:
                 ended = self._interrupted(scheduler, deadline) or self._step(scheduler)
                 if ended:
@@ -207,35 +207,14 @@ class TorchEngine:
         return [sample for sample in samples if sample.finish is not None]
 
     def _check(self, requests: Sequence[Request]) -> None:
-        if len({request.id for request in requests}) != len(requests):
-            raise ValueError("two requests have the same id")
-        for request in requests:
-            if not len(request.prompt_ids) or not len(request.seeds):
-                raise ValueError(f"request {request.id} has no prompt or no seeds")
-            if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self._vocabulary:
-                raise ValueError(f"request {request.id} has token ids outside the model's 0 to {self._vocabulary - 1}")
-            if request.params.stop_strings and self._decode is None:
-                raise UserError(
-                    "stop strings need an engine that can decode", fix="give the engine a tokenizer's decode"
-                )
-        longest = max(requests, key=_kv_tokens, default=None)
-        if longest is None:
-            return
-        needed = single_sequence_bytes(self._shape, _kv_tokens(longest))
-        if needed > self.kv_cache_bytes:
-            raise UserError(
-                f"a sequence of {len(longest.prompt_ids)} prompt tokens and up to {longest.params.max_tokens} generated ones "
-                f"does not fit the key-value cache",
-                where="rollout.kv_cache_bytes",
-                why=f"alone it takes {needed:,} bytes ({self._shape.bytes_per_token:,} a token), "
-                f"the cache may take {self.kv_cache_bytes:,}",
-                fix=f"kv_cache_bytes of at least {needed:,}, or shorter prompts or responses",
+        check_requests(requests, vocabulary=self._vocabulary, can_decode=self._decode is not None)
+        if requests:
+            require_fit(
+                requests,
+                needed_bytes=single_sequence_bytes(self._shape, max(map(kv_tokens, requests))),
+                cache_bytes=self.kv_cache_bytes,
+                bytes_per_token=self._shape.bytes_per_token,
             )
-
-
-def _kv_tokens(request: Request) -> int:
-    """Most tokens a sample of a request has in the cache: the last one drawn is never computed."""
-    return len(request.prompt_ids) + request.params.max_tokens - 1
 
 
 def _layout(running: list[tuple[Bank, int]], prefills: list[Prefill], num_running: int) -> AttentionLayout:
@@ -265,7 +244,7 @@ def _join(logits_NV: Tensor | None, running: list[Sample], admission: Admission)
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
+def evaluation(model: nn.Module) -> Iterator[None]:
     """The module without dropout and checkpointing, and each part back in its own mode after."""
     training = [module for module in model.modules() if module.training]
     for module in training:

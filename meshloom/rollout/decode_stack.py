@@ -1,0 +1,227 @@
+"""A model's layers as the few operations a decode step needs, on the trainer's own weights.
+
+Owns: which model families have this form, and the order of operations in a layer. Refuses to know: pages, sampling,
+graphs. Always holds: weights are read where the trainer updates them, never copied; matrices that read the same input
+(queries, keys and values; gate and up) lie side by side in one storage, so one product serves them.
+
+Legend: T tokens, H query heads, K key-value heads, D width of a head, E hidden width.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+from transformers import PreTrainedModel
+from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from meshloom.rollout.paged_ops import HeadNorms, HeadShape, NormKind, Ops, Pool, Rope
+from meshloom.train.head import decoder_of, plain_model
+
+_FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer, Gemma3DecoderLayer)
+_MOVING_ROPES = ("dynamic", "longrope")
+_SMALLEST_HEAD = 16
+
+Attend = Callable[[int, Tensor], Tensor]
+"""From a layer's number and its rotated projections [T, (H + 2K) × D] to the attention output [T, H × D]."""
+
+
+class Projection:
+    """Linear layers that read the same input, as one product where they are plain.
+
+    Args:
+        parts: the layers, in the order their outputs are wanted. Layers with adapters are called one by one.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = parts
+        self._plain = all(type(part) is nn.Linear for part in parts) and len({part.bias is None for part in parts}) == 1
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+
+    def join(self) -> None:
+        """Lay the weights side by side, unless they are already; their parameters then are views of one storage."""
+        if self._plain:
+            self._weight = _joined([part.weight for part in self._parts])
+            self._bias = None if self._parts[0].bias is None else _joined([part.bias for part in self._parts])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._weight is not None:
+            return linear(x, self._weight, self._bias)
+        return torch.cat([part(x) for part in self._parts], -1)
+
+
+@torch.no_grad()
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+    first = parameters[0]
+    rows = sum(len(parameter) for parameter in parameters)
+    at = first.data_ptr()
+    for parameter in parameters:
+        if not parameter.is_contiguous() or parameter.data_ptr() != at:
+            break
+        at += parameter.nbytes
+    else:
+        if first.untyped_storage().nbytes() >= first.storage_offset() * first.itemsize + at - first.data_ptr():
+            return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, piece in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = piece
+    return whole
+
+
+@dataclass(frozen=True)
+class _Layer:
+    norm_in: Tensor
+    qkv: Projection
+    norms: HeadNorms | None
+    out: Projection
+    norm_after_attention: Tensor | None
+    norm_before_mlp: Tensor
+    gate_up: Projection
+    down: Projection
+    norm_after_mlp: Tensor | None
+    kind: str
+    """Which rotary embedding it uses."""
+    window: int | None
+
+
+def reason_against(model: nn.Module) -> str | None:
+    """Why a model cannot be decoded in this form; none if it can."""
+    decoder = decoder_of(model)
+    config = decoder.config
+    if not all(isinstance(layer, _FAMILIES) for layer in decoder.layers):
+        return f"the layers of {type(plain_model(model)).__name__} are not of a family known to it"
+    attention = decoder.layers[0].self_attn
+    width = attention.head_dim
+    if width < _SMALLEST_HEAD or width & (width - 1):
+        return f"heads of width {width} are not a power of two of at least {_SMALLEST_HEAD}"
+    ropes = config.rope_parameters or {}
+    kinds = [part.get("rope_type") for part in ropes.values() if isinstance(part, dict)] or [ropes.get("rope_type")]
+    if moving := sorted(set(kinds).intersection(_MOVING_ROPES)):
+        return f"its rotary embedding ({moving[0]}) changes with the length"
+    if _activation(config) not in ("silu", "swish", "gelu_pytorch_tanh"):
+        return f"its activation {_activation(config)} is not known"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its attention looks ahead"
+    return None
+
+
+def _activation(config: object) -> str:
+    names = vars(config)
+    return names["hidden_activation"] if "hidden_activation" in names else names["hidden_act"]
+
+
+class DecodeStack:
+    """The layers of a model that ``reason_against`` has nothing against.
+
+    Args:
+        model: a causal language model, or one in a peft wrapper.
+        ops: the operations.
+        page: tokens of a page.
+    """
+
+    def __init__(self, model: nn.Module, ops: Ops, page: int) -> None:
+        self._decoder: PreTrainedModel = decoder_of(model)
+        self._ops, config = ops, self._decoder.config
+        attention = self._decoder.layers[0].self_attn
+        self.shape = HeadShape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, page)
+        self.scale: float = attention.scaling
+        first = self._decoder.layers[0]
+        self._gemma = isinstance(first, Gemma3DecoderLayer)
+        self._norm = NormKind(config.rms_norm_eps, self._gemma)
+        self._is_gelu = _activation(config) == "gelu_pytorch_tanh"
+        self._layers = [self._layer(layer) for layer in self._decoder.layers]
+        self._ropes: dict[str, Rope] = {}
+
+    def _layer(self, layer: nn.Module) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        has_norms = isinstance(layer, (Qwen3DecoderLayer, Gemma3DecoderLayer))
+        kind = NormKind(self._norm.eps, self._gemma)
+        before_mlp = layer.pre_feedforward_layernorm if self._gemma else layer.post_attention_layernorm
+        return _Layer(
+            norm_in=layer.input_layernorm.weight.detach(),
+            qkv=Projection([attention.q_proj, attention.k_proj, attention.v_proj]),
+            norms=HeadNorms(attention.q_norm.weight.detach(), attention.k_norm.weight.detach(), kind)
+            if has_norms
+            else None,
+            out=Projection([attention.o_proj]),
+            norm_after_attention=layer.post_attention_layernorm.weight.detach() if self._gemma else None,
+            norm_before_mlp=before_mlp.weight.detach(),
+            gate_up=Projection([mlp.gate_proj, mlp.up_proj]),
+            down=Projection([mlp.down_proj]),
+            norm_after_mlp=layer.post_feedforward_layernorm.weight.detach() if self._gemma else None,
+            kind=attention.layer_type if self._gemma else "",
+            window=_window(layer),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def window_of(self) -> list[int | None]:
+        """Window of each layer's attention: a token sees itself and window − 1 before it."""
+        return [layer.window for layer in self._layers]
+
+    def bind(self, positions: int) -> None:
+        """See that the weights lie side by side, and that the rotary tables reach ``positions``."""
+        for layer in self._layers:
+            for projection in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                projection.join()
+        if not self._ropes or len(next(iter(self._ropes.values())).cos) < positions:
+            self._ropes = {kind: self._rope(kind, positions) for kind in {layer.kind for layer in self._layers}}
+
+    @torch.no_grad()
+    def _rope(self, kind: str, positions: int) -> Rope:
+        weight = self._decoder.embed_tokens.weight
+        place = torch.arange(positions, device=weight.device)[None]
+        like = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        tables = self._decoder.rotary_emb(like, place, kind) if kind else self._decoder.rotary_emb(like, place)
+        cos, sin = (table[0, :, : self.shape.head_dim // 2].contiguous() for table in tables)
+        return Rope(cos, sin)
+
+    def hidden(
+        self, ids_T: Tensor, positions_T: Tensor, places_T: Tensor, pool: Pool, attend: Attend, keep_key: bool
+    ) -> Tensor:
+        """Last hidden states of tokens, [T, E]; their keys and values are written to their places in the pool.
+
+        Args:
+            ids_T: tokens.
+            positions_T: place of each in its sequence.
+            places_T: page × P + place in the page, or −1 for a token that is not kept.
+            pool: the pages.
+            attend: the attention.
+            keep_key: whether ``attend`` reads the rotated keys from the projections.
+        """
+        table = self._decoder.embed_tokens
+        residual = embedding(ids_T, table.weight)
+        if self._gemma:
+            residual = residual * table.embed_scale.to(residual.dtype)
+        x = self._ops.rms_norm(residual, self._layers[0].norm_in, self._norm)
+        ends = [layer.norm_in for layer in self._layers[1:]] + [self._decoder.norm.weight.detach()]
+        for number, (layer, norm_next) in enumerate(zip(self._layers, ends, strict=True)):
+            qkv = layer.qkv(x)
+            rope = self._ropes[layer.kind]
+            self._ops.rope_store(qkv, self.shape, rope, positions_T, places_T, pool, number, layer.norms, keep_key)
+            x = self._after(layer.out(attend(number, qkv)), layer.norm_after_attention)
+            x = self._ops.add_rms_norm(x, residual, layer.norm_before_mlp, self._norm)
+            x = layer.down(self._ops.gated(layer.gate_up(x), self._is_gelu))
+            x = self._ops.add_rms_norm(self._after(x, layer.norm_after_mlp), residual, norm_next, self._norm)
+        return x
+
+    def _after(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self._ops.rms_norm(x, weight, self._norm)
+
+
+def _window(layer: nn.Module) -> int | None:
+    """The window of a layer's attention, where its family has one."""
+    if isinstance(layer, LlamaDecoderLayer):
+        return None
+    if isinstance(layer, MistralDecoderLayer):
+        return layer.self_attn.config.sliding_window
+    return layer.self_attn.sliding_window

@@ -1,0 +1,188 @@
+"""Triton kernels of a decode step: norms, rotary embedding with the write to the cache, attention over pages, activation.
+
+Owns: the arithmetic on the device. Refuses to know: models, scheduling. Always holds: no kernel waits for the host or
+reads a size from it, so all can be captured in a graph; sums are in float32.
+
+The cache of one layer is [pages, 2, K, P, D], keys before values; kernels get its address from a table on the device, so
+a captured graph survives a cache that moved.
+
+Legend: T tokens, H query heads, K key-value heads, G queries per key-value head, P tokens of a page, D width of a head,
+E hidden width, F width of the feed-forward layer.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, E, ADD: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A row: ``residual += x`` (with ADD), then its root-mean-square norm into ``out``."""
+    start = tl.program_id(0).to(tl.int64) * E
+    col = tl.arange(0, BLOCK)
+    inside = col < E
+    x = tl.load(x_ptr + start + col, mask=inside, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + start + col, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(residual_ptr + start + col, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
+    weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
+    if GEMMA:
+        normed = wide * scale * (1.0 + weight)
+    else:
+        normed = (wide * scale).to(x.dtype).to(tl.float32) * weight
+    tl.store(out_ptr + start + col, normed.to(x.dtype), mask=inside)
+
+
+@triton.jit
+def rope_store_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, position_ptr, place_ptr, pool_ptr, q_norm_ptr, k_norm_ptr,
+    eps, layer,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    NORM: tl.constexpr, GEMMA: tl.constexpr, KEEP_KEY: tl.constexpr,
+):  # fmt: skip
+    """One token and one head: norm (with NORM) and rotate queries in place, write keys and values into the cache.
+
+    ``place`` is the token's page × P + its place there, negative for a token that is not kept. Rotated keys also go back
+    to where they came from with KEEP_KEY.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half: tl.constexpr = D // 2
+    lane = tl.arange(0, half)
+    at = qkv_ptr + (token * (H + 2 * K) + head) * D
+    low = tl.load(at + lane)
+    high = tl.load(at + half + lane)
+    if head < H + K:
+        kind = low.dtype
+        low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
+        if NORM:
+            scale = tl.rsqrt((tl.sum(low_wide * low_wide, 0) + tl.sum(high_wide * high_wide, 0)) / D + eps)
+            weight_ptr = q_norm_ptr
+            if head >= H:
+                weight_ptr = k_norm_ptr
+            low_weight = tl.load(weight_ptr + lane).to(tl.float32)
+            high_weight = tl.load(weight_ptr + half + lane).to(tl.float32)
+            if GEMMA:
+                low_wide = (low_wide * scale * (1.0 + low_weight)).to(kind).to(tl.float32)
+                high_wide = (high_wide * scale * (1.0 + high_weight)).to(kind).to(tl.float32)
+            else:
+                low_wide = ((low_wide * scale).to(kind).to(tl.float32) * low_weight).to(kind).to(tl.float32)
+                high_wide = ((high_wide * scale).to(kind).to(tl.float32) * high_weight).to(kind).to(tl.float32)
+        position = tl.load(position_ptr + token).to(tl.int64)
+        cos = tl.load(cos_ptr + position * half + lane).to(tl.float32)
+        sin = tl.load(sin_ptr + position * half + lane).to(tl.float32)
+        low = (low_wide * cos - high_wide * sin).to(kind)
+        high = (high_wide * cos + low_wide * sin).to(kind)
+        if (head < H) | KEEP_KEY:
+            tl.store(at + lane, low)
+            tl.store(at + half + lane, high)
+    place = tl.load(place_ptr + token)
+    if (head >= H) & (place >= 0):
+        # Key heads come first, then value heads, in the projection as in a page.
+        pool = tl.load(pool_ptr + layer).to(tl.pointer_type(qkv_ptr.dtype.element_ty))
+        to = pool + ((place // P) * (2 * K) + (head - H)) * (P * D) + (place % P) * D
+        tl.store(to + lane, low)
+        tl.store(to + half + lane, high)
+
+
+@triton.jit
+def decode_attention_kernel(
+    qkv_ptr, out_ptr, partial_ptr, stat_ptr, pool_ptr, table_ptr, seen_ptr,
+    scale, layer, table_stride, window,
+    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One sequence, one key-value head, one split of its pages: attention of the G queries of its newest token.
+
+    ``seen`` is how many tokens the sequence has, the newest included; 0 for a row that is not in use, whose output is 0.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    seen = tl.load(seen_ptr + row).to(tl.int32)
+    start = 0
+    if WINDOW:
+        start = tl.maximum(seen - window, 0)
+    first = start // P
+    last = (seen + P - 1) // P
+    per_split = (last - first + SPLITS - 1) // SPLITS
+    begin = first + split * per_split
+    end = tl.minimum(begin + per_split, last)
+    g = tl.arange(0, GP)
+    d = tl.arange(0, D)
+    tok = tl.arange(0, P)
+    q_at = qkv_ptr + (row * (H + 2 * K) + kv_head * G) * D
+    q = tl.load(q_at + g[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0)
+    pool = tl.load(pool_ptr + layer).to(tl.pointer_type(qkv_ptr.dtype.element_ty))
+    highest = tl.full([GP], -float("inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, D], tl.float32)
+    for i in range(begin, end):
+        page = tl.load(table_ptr + row * table_stride + i).to(tl.int64)
+        block = pool + (page * (2 * K) + kv_head) * (P * D)
+        key = tl.load(block + tok[None, :] * D + d[:, None])
+        position = i * P + tok
+        valid = position < seen
+        if WINDOW:
+            valid = valid & (position >= start)
+        score = tl.dot(q, key, input_precision=PRECISION) * scale
+        score = tl.where(valid[None, :], score, -float("inf"))
+        top = tl.maximum(highest, tl.max(score, 1))
+        weight = tl.exp2(score - top[:, None])
+        shrink = tl.exp2(highest - top)
+        # What the mask hides may be uninitialised, and zero times NaN is NaN.
+        value = tl.load(block + K * P * D + tok[:, None] * D + d[None, :], mask=(position < seen)[:, None], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        total = total * shrink + tl.sum(weight, 1)
+        highest = top
+    head = row * H + kv_head * G + g
+    if SPLITS == 1:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        to = out_ptr + head[:, None] * D + d[None, :]
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None])
+    else:
+        cell = head * SPLITS + split
+        tl.store(partial_ptr + cell[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
+        tl.store(stat_ptr + cell * 2, highest, mask=g < G)
+        tl.store(stat_ptr + cell * 2 + 1, total, mask=g < G)
+
+
+@triton.jit
+def combine_kernel(partial_ptr, stat_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr):
+    """One query head: the attention output from that of its splits."""
+    head = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, D)
+    highest = tl.load(stat_ptr + (head * SPLITS + s) * 2)
+    total = tl.load(stat_ptr + (head * SPLITS + s) * 2 + 1)
+    top = tl.max(highest, 0)
+    weight = tl.where(total > 0, tl.exp2(highest - tl.where(top == -float("inf"), 0.0, top)), 0.0)
+    acc = tl.load(partial_ptr + (head * SPLITS + s)[:, None] * D + d[None, :])
+    whole = tl.sum(weight * total, 0)
+    out = tl.sum(acc * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    tl.store(out_ptr + head * D + d, out.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def gated_kernel(gate_up_ptr, out_ptr, F, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Part of a row: act(gate) × up."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < F
+    gate = tl.load(gate_up_ptr + row * (2 * F) + col, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + row * (2 * F) + F + col, mask=inside, other=0.0).to(tl.float32)
+    x = gate.to(tl.float32)
+    if GELU:
+        # tanh(y) = 2 sigmoid(2 y) − 1
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        act = x * tl.sigmoid(2.0 * inner)
+    else:
+        act = x * tl.sigmoid(x)
+    out = act.to(gate.dtype).to(tl.float32) * up
+    tl.store(out_ptr + row * F + col, out.to(gate.dtype), mask=inside)

@@ -1,0 +1,127 @@
+"""The operations of a decode step on a GPU.
+
+Owns: grids, block sizes, workspaces. Refuses to know: what the kernels compute (``paged_kernels``, ``sampling_kernels``).
+Always holds: launches depend on shapes alone, so they can be captured in a graph.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from triton import cdiv, next_power_of_2
+
+from meshloom.rollout import paged_kernels, sampling_kernels
+from meshloom.rollout.paged_ops import HeadNorms, HeadShape, NormKind, Pool, Rope, Slots
+
+_LOG2E = math.log2(math.e)
+_CHUNK = 4096
+_MOST_SPLITS = 32
+
+
+class TritonOps:
+    """See ``paged_ops.Ops``.
+
+    Args:
+        device: where the tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        is_gpu = device.type == "cuda"
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
+        return self._norm(x_TE, None, weight_E, kind)
+
+    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
+        return self._norm(x_TE, residual_TE, weight_E, kind)
+
+    def _norm(self, x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, kind: NormKind) -> Tensor:
+        out = torch.empty_like(x_TE)
+        width = x_TE.shape[-1]
+        paged_kernels.add_rms_norm_kernel[(len(x_TE),)](
+            x_TE, x_TE if residual_TE is None else residual_TE, weight_E, out, kind.eps, width,
+            ADD=residual_TE is not None, GEMMA=kind.gemma, BLOCK=next_power_of_2(width),
+            num_warps=4 if width <= 4096 else 8,
+        )  # fmt: skip
+        return out
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        rope: Rope,
+        positions: Tensor,
+        places: Tensor,
+        pool: Pool,
+        layer: int,
+        norms: HeadNorms | None,
+        keep_key: bool,
+    ) -> None:
+        kind = NormKind(0.0, False) if norms is None else norms.kind
+        query_norm, key_norm = (qkv, qkv) if norms is None else (norms.query, norms.key)
+        paged_kernels.rope_store_kernel[(len(qkv), shape.num_heads + 2 * shape.num_kv_heads)](
+            qkv, rope.cos, rope.sin, positions, places, pool.addresses, query_norm, key_norm, kind.eps, layer,
+            H=shape.num_heads, K=shape.num_kv_heads, D=shape.head_dim, P=shape.page,
+            NORM=norms is not None, GEMMA=kind.gemma, KEEP_KEY=keep_key, num_warps=1,
+        )  # fmt: skip
+
+    def attend(
+        self, qkv: Tensor, shape: HeadShape, slots: Slots, pool: Pool, layer: int, scale: float, window: int | None
+    ) -> Tensor:
+        count, heads = len(qkv), shape.num_heads
+        splits = self._splits(count * shape.num_kv_heads)
+        out = torch.empty(count, heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+        partial, stat = out, out
+        if splits > 1:
+            partial = torch.empty(count, heads, splits, shape.head_dim, dtype=torch.float32, device=qkv.device)
+            stat = torch.empty(count, heads, splits, 2, dtype=torch.float32, device=qkv.device)
+        paged_kernels.decode_attention_kernel[(count, shape.num_kv_heads, splits)](
+            qkv, out, partial, stat, pool.addresses, slots.table, slots.seen,
+            scale * _LOG2E, layer, slots.table.stride(0), 0 if window is None else window,
+            H=heads, K=shape.num_kv_heads, G=shape.group, GP=max(16, next_power_of_2(shape.group)),
+            D=shape.head_dim, P=shape.page, SPLITS=splits, WINDOW=window is not None,
+            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        )  # fmt: skip
+        if splits > 1:
+            paged_kernels.combine_kernel[(count * heads,)](
+                partial, stat, out, D=shape.head_dim, SPLITS=splits, num_warps=1
+            )
+        return out
+
+    def _splits(self, programs: int) -> int:
+        """Pieces that a sequence's pages are cut into: enough programs to fill the device a few times."""
+        return min(_MOST_SPLITS, next_power_of_2(max(1, cdiv(3 * self._processors, programs))))
+
+    def gated(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
+        width = gate_up.shape[-1] // 2
+        out = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
+        block = 1024
+        paged_kernels.gated_kernel[(len(gate_up), cdiv(width, block))](
+            gate_up, out, width, GELU=is_gelu, BLOCK=block, num_warps=4
+        )
+        return out
+
+    def prepare(self, slots: Slots, count: int, page: int) -> None:
+        sampling_kernels.prepare_kernel[(count,)](
+            slots.state, slots.table, slots.seen, slots.places, slots.state.shape[1], slots.table.stride(0), P=page,
+            num_warps=1,
+        )  # fmt: skip
+
+    def draw(self, logits_NV: Tensor, slots: Slots, *, filtered: bool) -> None:
+        count, vocabulary = logits_NV.shape
+        num_slots, chunks = slots.state.shape[1], cdiv(vocabulary, _CHUNK)
+        highs = torch.empty(count, chunks, dtype=torch.float32, device=logits_NV.device)
+        sums, threshold = torch.empty_like(highs), torch.empty_like(highs[:, 0])
+        if filtered:
+            sampling_kernels.threshold_kernel[(count,)](
+                logits_NV, slots.state, slots.numbers, threshold, vocabulary, num_slots, BLOCK=_CHUNK, num_warps=16
+            )
+        sampling_kernels.chunk_kernel[(count, chunks)](
+            logits_NV, slots.state, slots.numbers, threshold, highs, sums, vocabulary, num_slots,
+            FILTERED=filtered, CHUNK=_CHUNK, num_warps=8,
+        )  # fmt: skip
+        sampling_kernels.draw_kernel[(count,)](
+            logits_NV, slots.state, slots.numbers, threshold, highs, sums, slots.stops, slots.ids, slots.logprobs,
+            vocabulary, chunks, num_slots, slots.ids.shape[1],
+            FILTERED=filtered, CHUNK=_CHUNK, CHUNKS=next_power_of_2(chunks), STOPS=slots.stops.shape[1], num_warps=8,
+        )  # fmt: skip
