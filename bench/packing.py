@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshloom.config.settings import ModelSettings, OptimizerSettings
+from meshloom.plan.compute import logits_chunk_bytes
 from meshloom.samples import Samples
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import OutputHead
@@ -43,7 +44,7 @@ from meshloom.train.model import LossParts, MicrobatchBound, TrainedModel
 from meshloom.train.sharing import Computed, pack_samples
 
 GROUPS, GROUP = "groups", 8
-CHUNK_BYTES = ModelSettings(path="-").logits_chunk_bytes
+CHUNK_BYTES = logits_chunk_bytes(ModelSettings(path="-"), gpu=False)
 PACKED, WHOLE, CHUNKED, SORTED = "packed", "padded", "padded, chunked head", "padded, similar lengths"
 SIDES = (PACKED, WHOLE, CHUNKED, SORTED)
 

@@ -103,9 +103,9 @@ def test_samples_with_prompts_of_their_own_need_no_copies() -> None:
         {"ids": torch.tensor([3, 4, 5, 6, 7, 4, 5, 6]), "mask": torch.tensor([False, False, True, True] * 2)},
     )
     computed = Computed.of(samples)
-    assert computed.source_A is None and computed.lengths == [3, 3]
+    assert computed.seen is None and computed.lengths == [3, 3]
     assert computed.tokens_C.tolist() == [0, 1, 2, 4, 5, 6]
-    assert computed.predictor_N.tolist() == [1, 2, 4, 5]
+    assert computed.predictors.source_A.tolist() == [1, 2, 4, 5]
 
 
 def test_a_microbatch_without_predictions_has_a_zero_gradient() -> None:

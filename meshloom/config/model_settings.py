@@ -31,8 +31,15 @@ class ModelSettings(Settings):
     float32 master weights and float32 gradients."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations: less memory, about a third more time."""
-    logits_chunk_bytes: Count = 64 * 2**20
-    """Bound on the bytes of logits alive at once; log-probs and entropy are computed in chunks of this size."""
+    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
+    """Kernel of packed attention. ``varlen``: torch's own, for a GPU in bfloat16. ``flash_attn``: the package of that name.
+    ``sdpa``: one call for each run of equal lengths, anywhere. ``auto``: flash_attn if installed, else varlen, where they
+    can be used; sdpa elsewhere."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each layer with ``torch.compile`` for training passes. ``auto``: on a GPU."""
+    logits_chunk_bytes: Count | None = None
+    """Bound on the bytes of logits and of their gradient alive at once; log-probs and entropy are computed in chunks of this
+    size. Default: 64 MiB on the processor, 256 MiB on a GPU."""
     lora: LoraSettings | None = None
     """Train adapters instead of the whole model."""
 

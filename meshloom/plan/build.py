@@ -12,9 +12,19 @@ from meshloom.config.errors import UserError
 from meshloom.config.problems import Problem, require_none
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.checks import Findings, check_settings
+from meshloom.plan.compute import NotPossible, compute_ledger
 from meshloom.plan.inputs import check_inputs
 from meshloom.plan.ledger import LedgerLine, batch_ledger, longest_sequence_tokens, sft_steps, train_steps
-from meshloom.plan.memory import GENERATING, MACHINE, UPDATING, UnknownShape, memory_ledger
+from meshloom.plan.memory import (
+    GENERATING,
+    MACHINE,
+    UPDATING,
+    ModelShape,
+    UnknownShape,
+    compute_bytes,
+    memory_ledger,
+    on_gpu,
+)
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
 
 
@@ -74,6 +84,7 @@ def build_plan(settings: TrainSettings | SftSettings | EvalSettings, num_prompts
         _check_adapters(found, settings, folder)
         _check_positions(found, settings, folder)
         try:
+            lines += _compute_lines(found, settings, folder)
             lines += (ledger := memory_ledger(settings, folder))
             _check_memory(found, settings, {line.name: line.value for line in ledger})
         except UnknownShape as error:
@@ -113,6 +124,18 @@ def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | Eva
             found.refuse(
                 "L002", "model.lora.target_modules", what, fix=f"its layers are {', '.join(names)}, or all-linear"
             )
+
+
+def _compute_lines(
+    found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder
+) -> tuple[LedgerLine, ...]:
+    gpu, narrow = on_gpu(settings.device), compute_bytes(settings.model.dtype, settings.device) == 2
+    try:
+        return compute_ledger(settings, ModelShape.of(folder).head_dim, gpu=gpu, narrow=narrow)
+    except NotPossible as error:
+        what = f"{settings.model.attention} cannot compute this model's attention"
+        found.refuse("M006", "model.attention", what, why=str(error), fix="model.attention=auto")
+        return ()
 
 
 def _check_memory(

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from meshloom.config.settings import EvalSettings, KlPlace, SftSettings, TrainSettings
+from meshloom.plan.compute import logits_chunk_bytes
 from meshloom.plan.ledger import DERIVED, LedgerLine, longest_sample_tokens, most_microbatch_tokens
 from meshloom.plan.model_folder import ModelFolder
 
@@ -40,6 +41,7 @@ class ModelShape:
 
     num_layers: int
     hidden: int
+    head_dim: int
     query_width: int
     key_value_width: int
     intermediate: int
@@ -61,6 +63,7 @@ class ModelShape:
         return cls(
             num_layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
+            head_dim=head_dim,
             query_width=heads * head_dim,
             key_value_width=(config.get("num_key_value_heads") or heads) * head_dim,
             intermediate=config["intermediate_size"],
@@ -165,7 +168,7 @@ def _optimizer_lines(ledger: _Memory, settings: TrainSettings | SftSettings, fol
 
 
 def _update_lines(ledger: _Memory, settings: TrainSettings | SftSettings, shape: ModelShape, width: int) -> None:
-    tokens, chunk = most_microbatch_tokens(settings), settings.model.logits_chunk_bytes
+    tokens, chunk = most_microbatch_tokens(settings), logits_chunk_bytes(settings.model, gpu=on_gpu(settings.device))
     formula = "min(batch.tokens_per_microbatch, samples of an update or microbatch × longest sample)"
     origin = settings.provenance.of("batch.tokens_per_microbatch")
     line = LedgerLine(

@@ -7,12 +7,17 @@ is an error, so a model family that does not hand its keyword arguments down is 
 Legend: H query heads, K key-value heads, T tokens end to end, D width of a head.
 """
 
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
+
+from meshloom.config.errors import UserError
+from meshloom.plan.compute import AttentionChoice, NotPossible, choose_attention
+from meshloom.train.attention_kernels import Bounds, Kernel, flash_attn_kernel, varlen_kernel
 
 NAME = "meshloom"
 
@@ -66,15 +71,19 @@ def use_layouts(model: PreTrainedModel) -> None:
 
 
 class PackedAttention:
-    """Causal attention over samples that stand end to end.
+    """Causal attention over samples that stand end to end; no score is computed between samples.
 
-    Neighbours of equal length are computed in one call, each longer run in its own; no score is computed between samples.
+    The kernel follows from the choice and from what the queries are (``meshloom.plan.compute``). ``sdpa`` computes
+    neighbours of equal length in one call, each longer run in its own; the others take all samples in one.
 
     Args:
         lengths: tokens of each sample, in their order.
+        choice: the setting ``model.attention``.
     """
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], choice: AttentionChoice = "auto") -> None:
+        self.choice = choice
+        self.bounds = Bounds(lengths)
         self.runs: list[tuple[int, int]] = []
         for length in lengths:
             count = self.runs.pop()[1] if self.runs and self.runs[-1][0] == length else 0
@@ -84,8 +93,17 @@ class PackedAttention:
     def attend(
         self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
+        if (kernel := kernel_for(self.choice, query_HTD)) is not None:
+            rows = (x.transpose(0, 1) for x in (query_HTD, key_KTD, value_KTD))
+            return kernel(*rows, self.bounds, self.bounds, scale=scale, window=window)
         sizes = [length * count for length, count in self.runs]
         grouped = query_HTD.shape[0] != key_KTD.shape[0]
+        if grouped and query_HTD.is_cuda:
+            # In float32 a GPU has a kernel that keeps no scores only for heads that are not grouped.
+            key_KTD, value_KTD = (
+                x.repeat_interleave(query_HTD.shape[0] // x.shape[0], 0) for x in (key_KTD, value_KTD)
+            )
+            grouped = False
         outputs = []
         parts = zip(
             self.runs, query_HTD.split(sizes, 1), key_KTD.split(sizes, 1), value_KTD.split(sizes, 1), strict=True
@@ -105,3 +123,23 @@ class PackedAttention:
             distance = place[:, None] - place[None, :]
             self._masks[length, window] = (distance >= 0) & (distance < window)
         return self._masks[length, window]
+
+
+def kernel_for(choice: AttentionChoice, query: Tensor) -> Kernel | None:
+    """The kernel that takes all samples in one call; none where ``scaled_dot_product_attention`` is used."""
+    return _kernel(choice, query.is_cuda, query.dtype in (torch.bfloat16, torch.float16), query.shape[-1])
+
+
+@cache
+def _kernel(choice: AttentionChoice, gpu: bool, narrow: bool, head_dim: int) -> Kernel | None:
+    flash = flash_attn_kernel() if gpu and choice in ("auto", "flash_attn") else None
+    try:
+        name = choose_attention(choice, gpu=gpu, narrow=narrow, head_dim=head_dim, flash_attn=flash is not None)
+    except NotPossible as error:
+        raise UserError(
+            f"{choice} cannot compute this model's attention",
+            where="model.attention",
+            why=str(error),
+            fix="model.attention=auto",
+        ) from error
+    return {"sdpa": None, "flash_attn": flash, "varlen": varlen_kernel() if name == "varlen" else None}[name]

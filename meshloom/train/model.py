@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshloom.config.settings import ModelSettings, OptimizerSettings
+from meshloom.plan.compute import logits_chunk_bytes
 from meshloom.samples import Samples, concat
+from meshloom.train.gather import take_rows
 from meshloom.train.head import OutputHead, decoder_of
 from meshloom.train.logprobs import logprobs_and_entropy
 from meshloom.train.optimizer import Optimizer, StepStats
 from meshloom.train.sharing import Computed, pack_samples
+from meshloom.train.upload import upload, upload_samples
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class TrainedModel:
         self.module, self.settings, self.bound = module, settings, bound
         self.decoder, self.head = decoder_of(module), OutputHead(module)
         self.device = self.head.weight.device
+        self.chunk_bytes = logits_chunk_bytes(settings, gpu=self.device.type == "cuda")
         if optimizer is None:
             module.requires_grad_(False)
         elif settings.gradient_checkpointing:
@@ -91,9 +95,11 @@ class TrainedModel:
             for indices in packed:
                 microbatch = samples.select(indices)
                 logprob_T, entropy_T = self._predict(microbatch, temperature)
-                parts.append(Samples(microbatch.lengths, {"logprob": logprob_T.cpu(), "entropy": entropy_T.cpu()}))
-        order = torch.tensor([i for indices in packed for i in indices])
-        together = concat(parts).select(order.argsort())
+                parts.append(Samples(microbatch.lengths, {"logprob": logprob_T, "entropy": entropy_T}))
+        together = concat(parts)
+        # Only here does the processor wait for the device.
+        together = together.with_tokens(**{name: column.cpu() for name, column in together.tokens.items()})
+        together = together.select(torch.tensor([i for indices in packed for i in indices]).argsort())
         return together["logprob"], together["entropy"]
 
     def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float) -> dict[str, Any]:
@@ -112,7 +118,7 @@ class TrainedModel:
         for indices in self._pack(samples):
             microbatch = samples.select(indices)
             predicted = self._predict(microbatch, temperature)
-            parts = loss(microbatch.to(self.device), *predicted)
+            parts = loss(upload_samples(microbatch, self.device), *predicted)
             parts.total.backward()
             for name, value in {"loss": parts.total.detach(), **parts.stats}.items():
                 merged[name] = merged[name] + value if name in merged else value
@@ -154,23 +160,27 @@ class TrainedModel:
 
     def _predict(self, microbatch: Samples, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy [T] of a microbatch on the device. Only rows that predict a masked token meet the head."""
-        computed = Computed.of(microbatch).to(self.device)
-        ids_T, target_N = microbatch["ids"].to(self.device), microbatch["mask"].nonzero().squeeze(-1).to(self.device)
+        computed = Computed.of(microbatch)
+        ids_T, target_N = microbatch["ids"], microbatch["mask"].nonzero().squeeze(-1)
+        here = {"ids_C": ids_T[computed.tokens_C], "target_N": target_N, "target_ids_N": ids_T[target_N]}
+        moved = upload(here | computed.tensors(), self.device)
+        computed = computed.with_tensors(moved)
         hidden_CD = self.decoder(
-            input_ids=ids_T[computed.tokens_C][None],
+            input_ids=moved["ids_C"][None],
             position_ids=computed.positions_C[None],
-            layout=computed.layout(),
+            layout=computed.layout(self.settings.attention),
             use_cache=False,
         ).last_hidden_state[0]
         logprob_N, entropy_N = logprobs_and_entropy(
             self.head,
-            hidden_CD[computed.predictor_N],
-            ids_T[target_N],
+            take_rows(hidden_CD, computed.predictors),
+            moved["target_ids_N"],
             temperature=temperature,
-            chunk_bytes=self.settings.logits_chunk_bytes,
+            chunk_bytes=self.chunk_bytes,
         )
         zeros_T = torch.zeros(len(ids_T), dtype=logprob_N.dtype, device=self.device)
-        return zeros_T.index_put((target_N,), logprob_N), zeros_T.index_put((target_N,), entropy_N)
+        place = (moved["target_N"],)
+        return zeros_T.index_put(place, logprob_N), zeros_T.index_put(place, entropy_N)
 
     def _check_gradients(self) -> None:
         """Refuse to train a model some of whose parameters get no gradient at all."""

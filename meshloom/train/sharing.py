@@ -11,13 +11,17 @@ Legend: T tokens of a microbatch, A those that attention sees, C those that the 
 H query heads, K key-value heads, D width of a head.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from meshloom.plan.compute import AttentionChoice
 from meshloom.samples import Samples, SampleTooLong, pack
-from meshloom.train.attention import AttentionLayout, PackedAttention
+from meshloom.train.attention import AttentionLayout, PackedAttention, kernel_for
+from meshloom.train.attention_kernels import Bounds, Kernel
+from meshloom.train.gather import RowIndex, take_rows
 
 
 @dataclass(frozen=True)
@@ -26,19 +30,21 @@ class Computed:
 
     Args:
         lengths: tokens of each sample that attention sees.
+        query_lengths: those of them that the model computes for this sample, its last ones.
         tokens_C: place of each computed token in the microbatch, int64.
         positions_C: place of each in its own sample, int64.
-        source_A: for each token that attention sees, which computed token it is; none if that is each its own.
+        seen: for each token that attention sees, which computed token it is; none if that is each its own.
         first_C: for each computed token, the first token that attention sees it as; none likewise.
-        predictor_N: for each predicted token, which computed token stands before it, int64.
+        predictors: for each predicted token, which computed token stands before it.
     """
 
     lengths: list[int]
+    query_lengths: list[int]
     tokens_C: Tensor
     positions_C: Tensor
-    source_A: Tensor | None
+    seen: RowIndex | None
     first_C: Tensor | None
-    predictor_N: Tensor
+    predictors: RowIndex
 
     @classmethod
     def of(cls, microbatch: Samples) -> "Computed":
@@ -59,49 +65,95 @@ class Computed:
         place_T = torch.zeros(microbatch.num_tokens, dtype=torch.int64)
         place_T[tokens_C] = torch.arange(len(tokens_C))
         source_A = place_T[origin_A]
-        predictor_N = _predictors(microbatch, tokens_A, source_A)
         shared = len(tokens_C) < len(tokens_A)
         return cls(
             lengths=seen_S.tolist(),
+            query_lengths=torch.bincount(sample_A[kept_A], minlength=len(microbatch)).tolist(),
             tokens_C=tokens_C,
             positions_C=position_T[tokens_C],
-            source_A=source_A if shared else None,
+            seen=RowIndex.of(source_A, len(tokens_C)) if shared else None,
             first_C=kept_A.nonzero().squeeze(-1) if shared else None,
-            predictor_N=predictor_N,
+            predictors=RowIndex.of(_predictors(microbatch, tokens_A, source_A), len(tokens_C)),
         )
 
-    def to(self, device: torch.device) -> "Computed":
-        """The same on a device; lengths stay."""
-        moved = {
-            name: None if value is None else value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if name != "lengths"
-        }
-        return Computed(lengths=self.lengths, **moved)
+    def tensors(self) -> dict[str, Tensor]:
+        """What a device needs of it, by name; ``with_tensors`` takes them back."""
+        found = {"tokens_C": self.tokens_C, "positions_C": self.positions_C}
+        if self.first_C is not None:
+            found["first_C"] = self.first_C
+        for name, index in (("seen", self.seen), ("predictors", self.predictors)):
+            if index is not None:
+                found |= {f"{name}.{part}": value for part, value in vars(index).items()}
+        return found
 
-    def layout(self) -> AttentionLayout:
-        """How the model's layers attend."""
-        packed = PackedAttention(self.lengths)
-        return packed if self.source_A is None else SharedAttention(packed, self.source_A, self.first_C)
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Computed":
+        """The same with its tensors elsewhere; lengths stay."""
+
+        def index(name: str) -> RowIndex:
+            return RowIndex(**{part.name: tensors[f"{name}.{part.name}"] for part in fields(RowIndex)})
+
+        return replace(
+            self,
+            tokens_C=tensors["tokens_C"],
+            positions_C=tensors["positions_C"],
+            seen=None if self.seen is None else index("seen"),
+            first_C=None if self.first_C is None else tensors["first_C"],
+            predictors=index("predictors"),
+        )
+
+    def layout(self, choice: AttentionChoice = "auto") -> AttentionLayout:
+        """How the model's layers attend.
+
+        Args:
+            choice: the setting ``model.attention``.
+        """
+        packed = PackedAttention(self.lengths, choice)
+        if self.seen is None or self.first_C is None:
+            return packed
+        return SharedAttention(packed, Bounds(self.query_lengths), self.seen, self.first_C)
 
 
 class SharedAttention:
-    """Packed attention over whole samples, some of whose tokens were computed once for several."""
+    """Packed attention over whole samples, some of whose tokens were computed once for several.
 
-    def __init__(self, packed: PackedAttention, source_A: Tensor, first_C: Tensor) -> None:
-        self._packed, self._source_A, self._first_C = packed, source_A, first_C
+    A kernel that takes all samples in one call computes each token's attention once: a sample's queries are its last tokens,
+    which it was computed for itself. Elsewhere queries are repeated as keys are, and one of each is kept.
+
+    Args:
+        packed: attention over whole samples.
+        queries: bounds of the tokens that were computed for each sample.
+        seen: for each token that attention sees, which computed token it is.
+        first_C: for each computed token, the first token that attention sees it as.
+    """
+
+    def __init__(self, packed: PackedAttention, queries: Bounds, seen: RowIndex, first_C: Tensor) -> None:
+        self._packed, self._queries, self._seen, self._first_C = packed, queries, seen, first_C
 
     def attend(
         self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
         """Attention output of the computed tokens, [C, H, D]."""
-        whole = (_rows(x.transpose(0, 1), self._source_A).transpose(0, 1) for x in (query_HTD, key_KTD, value_KTD))
-        return _rows(self._packed.attend(layer, *whole, scale=scale, window=window), self._first_C)
+        if (kernel := kernel_for(self._packed.choice, query_HTD)) is not None:
+            return self.in_one_call(kernel, query_HTD, key_KTD, value_KTD, scale=scale, window=window)
+        rows = (x.transpose(0, 1) for x in (query_HTD, key_KTD, value_KTD))
+        whole = (take_rows(x, self._seen).transpose(0, 1) for x in rows)
+        out_AHD = self._packed.attend(layer, *whole, scale=scale, window=window)
+        return out_AHD.flatten(1).index_select(0, self._first_C).unflatten(1, out_AHD.shape[1:])
 
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of a [T, heads, D] tensor; flat in between, since the gradient of a flat row selection is fast."""
-    return x.flatten(1).index_select(0, index).unflatten(1, x.shape[1:])
+    def in_one_call(
+        self,
+        kernel: Kernel,
+        query_HTD: Tensor,
+        key_KTD: Tensor,
+        value_KTD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """The same by a kernel whose queries are the last tokens of their samples."""
+        whole = (take_rows(x.transpose(0, 1), self._seen) for x in (key_KTD, value_KTD))
+        query_CHD = query_HTD.transpose(0, 1)
+        return kernel(query_CHD, *whole, self._queries, self._packed.bounds, scale=scale, window=window)
 
 
 def pack_samples(
