@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.config.errors import UserError
+from meshloom.rollout.decode_stack import reason_against
+from meshloom.rollout.paged_engine import PagedEngine
 from meshloom.rollout.protocol import Completion, Engine, FinishReason, Request, SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.train.attention import PackedAttention, use_layouts
@@ -41,7 +43,16 @@ def torch_engine(family: str, dtype: torch.dtype = torch.float64, **options) -> 
     return TorchEngine(model, **options), model
 
 
-ENGINES: dict[str, Callable[..., tuple[Engine, torch.nn.Module]]] = {"torch": torch_engine}
+def paged_engine(family: str, dtype: torch.dtype | None = None, **options) -> tuple[PagedEngine, torch.nn.Module]:
+    """The engine for GPUs; without one its kernels are replaced by the same operations in torch."""
+    model = tiny_model(family, dtype or torch.float64).to(DEVICE)
+    use_layouts(model)
+    assert reason_against(model) is None
+    defaults = {"eos_ids": (EOS,), "max_sequences": 8, "kv_cache_bytes": LARGE, "prefill_tokens": 64, "decode": letters}
+    return PagedEngine(model, page=16, **defaults | options), model
+
+
+ENGINES: dict[str, Callable[..., tuple[Engine, torch.nn.Module]]] = {"torch": torch_engine, "paged": paged_engine}
 
 
 @pytest.fixture(params=list(ENGINES))

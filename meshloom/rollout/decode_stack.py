@@ -40,13 +40,15 @@ class Projection:
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
-        self._plain = all(type(part) is nn.Linear for part in parts) and len({part.bias is None for part in parts}) == 1
+        self.is_plain = (
+            all(type(part) is nn.Linear for part in parts) and len({part.bias is None for part in parts}) == 1
+        )
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
 
     def join(self) -> None:
         """Lay the weights side by side, unless they are already; their parameters then are views of one storage."""
-        if self._plain:
+        if self.is_plain:
             self._weight = _joined([part.weight for part in self._parts])
             self._bias = None if self._parts[0].bias is None else _joined([part.bias for part in self._parts])
 
@@ -162,6 +164,15 @@ class DecodeStack:
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    @property
+    def calls_modules(self) -> bool:
+        """Whether some layer's own forward is called, as those with adapters are."""
+        return any(
+            not projection.is_plain
+            for layer in self._layers
+            for projection in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        )
 
     @property
     def window_of(self) -> list[int | None]:

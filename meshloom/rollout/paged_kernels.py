@@ -32,10 +32,7 @@ def add_rms_norm_kernel(
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
     weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
-    if GEMMA:
-        normed = wide * scale * (1.0 + weight)
-    else:
-        normed = (wide * scale).to(x.dtype).to(tl.float32) * weight
+    normed = wide * scale * (1.0 + weight) if GEMMA else (wide * scale).to(x.dtype).to(tl.float32) * weight
     tl.store(out_ptr + start + col, normed.to(x.dtype), mask=inside)
 
 

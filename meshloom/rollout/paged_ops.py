@@ -113,7 +113,7 @@ class Ops(Protocol):
         norms: HeadNorms | None,
         keep_key: bool,
     ) -> None:
-        """Norm and rotate queries (and keys, with ``keep_key``) of ``qkv`` [T, (H + 2K) × D] in place; store keys and values."""
+        """Norm and rotate queries (and keys, with ``keep_key``) of ``qkv`` [T, (H + 2K) × D] in place; keep keys and values."""
         ...
 
     def attend(

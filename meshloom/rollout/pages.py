@@ -46,3 +46,7 @@ class Pages:
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)
+
+    def num_freed_by(self, pages: Sequence[int]) -> int:
+        """Pages that would be free if a holder let these go."""
+        return sum(self._holders[page] == 1 for page in pages)

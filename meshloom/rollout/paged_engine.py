@@ -1,0 +1,394 @@
+"""The embedded engine on a GPU: many decode steps ahead without the host, over pages of keys and values.
+
+Owns: one generation from requests to samples. Refuses to know: text (but for stop strings), rewards, losses, who changes
+the weights. Always holds: weights are the trainer's own, never copied; a sample's tokens depend on its prompt, seed and
+parameters; the processor works per sample and per round of steps, never per token; the pages are freed when ``generate``
+ends or is closed.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+
+from meshloom.rollout.decode_stack import DecodeStack
+from meshloom.rollout.kv_cache import CacheShape
+from meshloom.rollout.paged_ops import Ops, TorchOps
+from meshloom.rollout.paged_scheduler import PagedScheduler, Pass, Running
+from meshloom.rollout.pages import Pages
+from meshloom.rollout.protocol import Completion, FinishReason, Request
+from meshloom.rollout.requests import check_requests, kv_tokens, require_fit
+from meshloom.rollout.scheduler import Sample
+from meshloom.rollout.slot_state import Field, Finish
+from meshloom.rollout.step_runner import SlotSizes, StepRunner
+from meshloom.rollout.stopping import Decode, StopRule
+from meshloom.rollout.torch_engine import evaluation
+from meshloom.train.attention import PackedAttention
+from meshloom.train.head import OutputHead, plain_model
+
+_FEWEST_STEPS = 4
+_REASONS = {Finish.STOP: FinishReason.STOP, Finish.LENGTH: FinishReason.LENGTH}
+
+
+class PagedEngine:
+    """An engine on a model that ``decode_stack.reason_against`` has nothing against.
+
+    Args:
+        model: the causal language model, or one in a peft wrapper. It may be trained between calls of ``generate``. Its
+            matrices that read the same input are laid side by side; they stay the same parameters.
+        eos_ids: tokens that end a sample.
+        max_sequences: sequences decoded at once.
+        kv_cache_bytes: hard bound on the bytes of keys and values; default: nine tenths of what is free when it generates.
+        prefill_tokens: prompt tokens computed in one pass; a longer prompt is alone in its pass.
+        decode: from token ids to text, for stop strings.
+        page: tokens of a page, a power of two of at least 16.
+        steps_ahead: decode steps between two looks at what has finished.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        eos_ids: tuple[int, ...],
+        max_sequences: int = 256,
+        kv_cache_bytes: int | None = None,
+        prefill_tokens: int = 8192,
+        decode: Decode | None = None,
+        page: int = 64,
+        steps_ahead: int = 16,
+    ) -> None:
+        self.version = 0
+        self._model, self._head = model, OutputHead(model)
+        self._shape = CacheShape.of(plain_model(model))
+        self._vocabulary = len(plain_model(model).get_input_embeddings().weight)
+        self._eos_ids, self._decode = eos_ids, decode
+        self._max_sequences, self._prefill_tokens = max_sequences, prefill_tokens
+        self._kv_cache_bytes, self._page, self._steps_ahead = kv_cache_bytes, page, steps_ahead
+        self._ops = _ops(self._shape.device)
+        self._runner: StepRunner | None = None
+        self._addresses: tuple[int, ...] = ()
+        self._generation: _Generation | None = None
+        self._asleep = False
+        self._aborted: set[int] = set()
+
+    def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
+        """Yield each sample as it finishes. After ``deadline_s`` seconds the rest come with ``FinishReason.DEADLINE``.
+
+        Closing the iterator early frees everything.
+
+        Raises:
+            UserError: if a request can never fit the cache, or has stop strings and the engine no ``decode``.
+            ValueError: if a request is malformed.
+            RuntimeError: if the engine sleeps or is generating already, or the model gives logits that are not finite.
+        """
+        if self._asleep:
+            raise RuntimeError("the engine sleeps; call wake() before generate()")
+        check_requests(requests, vocabulary=self._vocabulary, can_decode=self._decode is not None)
+        if requests:
+            require_fit(
+                requests,
+                needed_bytes=-(-max(map(kv_tokens, requests)) // self._page) * self._page_bytes,
+                cache_bytes=self._cache_bytes(requests),
+                bytes_per_token=self._shape.bytes_per_token,
+            )
+        return self._generate(requests, time.monotonic() + deadline_s)
+
+    def abort(self, request_id: int) -> None:
+        """End a request's unfinished samples; they come with ``FinishReason.ABORTED``. Others are not disturbed."""
+        self._aborted.add(request_id)
+
+    def load_weights(self, version: int) -> None:
+        """The module's weights were changed in place; tokens drawn from now on carry ``version``.
+
+        Samples that run go on with the keys and values they have; prompts kept for samples yet to start are forgotten.
+        """
+        self.version = version
+        if self._generation is not None:
+            self._generation.scheduler.forget_prompts()
+
+    def sleep(self) -> None:
+        """Refuse to generate until ``wake``. The cache holds memory only while ``generate`` runs, so none is left to free.
+
+        Raises:
+            RuntimeError: if the engine is generating.
+        """
+        if self._generation is not None:
+            raise RuntimeError("the engine is generating; close its iterator before sleep()")
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Allow generating again."""
+        self._asleep = False
+
+    @property
+    def _page_bytes(self) -> int:
+        return self._page * self._shape.bytes_per_token
+
+    def _cache_bytes(self, requests: Sequence[Request]) -> int:
+        """Bytes the cache may take now, beside the logits of a step."""
+        if self._kv_cache_bytes is not None:
+            return self._kv_cache_bytes
+        device = self._shape.device
+        if device.type != "cuda":
+            return psutil.virtual_memory().available // 4
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        logits = 2 * self._num_slots(requests) * self._vocabulary * 4
+        return max(0, (torch.cuda.mem_get_info(device)[0] + unused - logits) * 9 // 10)
+
+    def _num_slots(self, requests: Sequence[Request]) -> int:
+        return min(self._max_sequences, sum(len(request.seeds) for request in requests))
+
+    def _generate(self, requests: Sequence[Request], deadline: float) -> Iterator[Completion]:
+        if self._generation is not None:
+            raise RuntimeError("the engine is generating already; finish or close that iterator first")
+        if not requests:
+            return
+        self._aborted.clear()
+        with torch.no_grad():
+            generation = _Generation(self, requests, deadline)
+        self._generation = generation
+        try:
+            while generation.scheduler.has_work:
+                finished = generation.advance()
+                if not generation.scheduler.has_work:
+                    self._release(generation)
+                yield from [sample.completion() for sample in finished]
+        finally:
+            self._release(generation)
+
+    def _release(self, generation: "_Generation") -> None:
+        """Give up the pages, before the last samples are handed out or when the iterator is closed."""
+        if self._generation is generation:
+            self._generation = None
+            generation.runner.use_pool([])
+
+    def runner(self, requests: Sequence[Request], rules: Sequence[Sequence[int]]) -> StepRunner:
+        """Buffers and graphs large enough for some requests: those there are, or new ones if the weights have moved."""
+        longest = max(map(kv_tokens, requests))
+        needed = SlotSizes(
+            slots=self._num_slots(requests),
+            pages=-(-longest // self._page) + 1,
+            response=max(request.params.max_tokens for request in requests),
+            rules=len(rules),
+            stops=_power_of_two(max(map(len, rules))),
+        )
+        runner = self._runner
+        addresses = tuple(p.data_ptr() for p in self._model.parameters())
+        if runner is None or not runner.sizes.holds(needed) or addresses != self._addresses:
+            sizes = needed if runner is None else needed.join(runner.sizes)
+            self._runner = None
+            stack = DecodeStack(self._model, self._ops, self._page)
+            stack.bind(sizes.pages * self._page)
+            self._addresses = tuple(p.data_ptr() for p in self._model.parameters())
+            self._runner = runner = StepRunner(stack, self._head, self._ops, self._shape.device, sizes)
+        runner.host.clear()
+        runner.set_rules(rules)
+        return runner
+
+    def new_pages(self, requests: Sequence[Request]) -> tuple[Pages, list[Tensor]]:
+        """Pages for some requests, as many as they can use and the memory allows."""
+        longest = -(-max(map(kv_tokens, requests)) // self._page)
+        useful = (self._num_slots(requests) + 2) * (longest + 1)
+        count = max(longest, min(self._cache_bytes(requests) // self._page_bytes, useful))
+        shape, device = self._shape, self._shape.device
+        if device.type == "cuda" and count * self._page_bytes > torch.cuda.mem_get_info(device)[0]:
+            torch.cuda.empty_cache()
+        size = (count, 2, shape.num_kv_heads, self._page, shape.head_dim)
+        layers = [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+        return Pages(count, self._page), layers
+
+    def interrupted(self) -> set[int]:
+        """Requests that were aborted since the last time."""
+        aborted, self._aborted = self._aborted, set()
+        return aborted
+
+    @property
+    def options(self) -> tuple[int, int, int]:
+        return self._max_sequences, self._prefill_tokens, self._steps_ahead
+
+    def rule(self, request: Request) -> StopRule:
+        return StopRule.of(request.params, self._eos_ids, self._decode)
+
+    def evaluating(self, stack: DecodeStack):
+        """The module's own layers are called only where there are adapters; their dropout must be off."""
+        return evaluation(self._model) if stack.calls_modules else nullcontext()
+
+
+class _Generation:
+    """One call of ``generate``."""
+
+    def __init__(self, engine: PagedEngine, requests: Sequence[Request], deadline: float) -> None:
+        self._engine, self._deadline = engine, deadline
+        stop_rules = {request.id: engine.rule(request) for request in requests}
+        rules = {rule.ids: place for place, rule in enumerate(dict.fromkeys(stop_rules.values()))}
+        self._rules = {ids: place for place, ids in enumerate(rules)}
+        self.runner = engine.runner(requests, [sorted(ids) for ids in self._rules])
+        self._max_sequences, prefill_tokens, self._steps_ahead = engine.options
+        pages, layers = engine.new_pages(requests)
+        self.runner.use_pool(layers)
+        self.scheduler = PagedScheduler(
+            pages,
+            self.runner.host,
+            max_sequences=min(self._max_sequences, self.runner.sizes.slots),
+            prefill_tokens=prefill_tokens,
+            rule_of=lambda sample: self._rules[sample.stop.ids],
+        )
+        for request in requests:
+            samples = [Sample(request, index, stop_rules[request.id]) for index in range(len(request.seeds))]
+            self.scheduler.submit(list(request.prompt_ids), samples)
+
+    def advance(self) -> list[Sample]:
+        """Run steps until samples finish."""
+        with torch.no_grad(), self._engine.evaluating(self.runner.stack):
+            while self.scheduler.has_work:
+                if ended := self._interrupted() or self._round():
+                    return ended
+        return []
+
+    def _interrupted(self) -> list[Sample]:
+        """End what was aborted, and everything once the deadline is over."""
+        ended: list[Sample] = []
+        if aborted := self._engine.interrupted():
+            ended += self._end(aborted, FinishReason.ABORTED)
+        if time.monotonic() >= self._deadline:
+            ended += self._end(None, FinishReason.DEADLINE)
+        return ended
+
+    def _end(self, request_ids: set[int] | None, reason: FinishReason) -> list[Sample]:
+        def applies(sample: Sample) -> bool:
+            return request_ids is None or sample.request.id in request_ids
+
+        running = [running for running in self.scheduler.running if applies(running.sample)]
+        self._collect(running)
+        for one in running:
+            one.sample.finish = reason
+        self.scheduler.remove(running)
+        return [one.sample for one in running] + self.scheduler.end_waiting(applies, reason)
+
+    def _round(self) -> list[Sample]:
+        """Start what can start, run steps ahead, and see which samples they finished."""
+        scheduler, host = self.scheduler, self.runner.host
+        while todo := scheduler.admit():
+            self._prepare(todo)
+        running = scheduler.running
+        if not running:
+            raise RuntimeError("no sample can run, although each was checked to fit the cache alone")
+        steps, back = scheduler.reserve(self._steps())
+        if back:
+            self._collect(back)
+            scheduler.set_back(back)
+            return []
+        self._mark(running)
+        self.runner.run(len(running), steps, filtered=any(_filters(one.sample) for one in running))
+        finish = host.state[Field.FINISH, : len(running)]
+        watched = [one for one, code in zip(running, finish, strict=True) if code or one.sample.stop.strings]
+        self._collect(watched, codes={id(one): Finish(code) for one, code in zip(running, finish, strict=True) if code})
+        done = [one for one in watched if one.sample.finish is not None]
+        scheduler.remove(done)
+        return [one.sample for one in done]
+
+    def _steps(self) -> int:
+        """Steps ahead; fewer if a sample is known to end before, for then its slot is wanted."""
+        state = self.runner.host.state[:, : len(self.scheduler.running)]
+        left = int((state[Field.LIMIT] - state[Field.COUNT]).min())
+        return min(self._steps_ahead, max(left, _FEWEST_STEPS), int((state[Field.LIMIT] - state[Field.COUNT]).max()))
+
+    def _mark(self, running: Sequence[Running]) -> None:
+        version, counts = self._engine.version, self.runner.host.state[Field.COUNT]
+        for one, count in zip(running, counts, strict=False):
+            if not one.marks or one.marks[-1][1] != version:
+                one.marks.append((int(count), version))
+
+    def _prepare(self, todo: Pass) -> None:
+        """Copy pages and compute prompts."""
+        self._copy(todo.before)
+        if todo.prompts:
+            self._prefill([ids for ids, _ in todo.prompts], [pages for _, pages in todo.prompts])
+        self._copy(todo.after)
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        source, target = torch.tensor(list(zip(*pairs, strict=True)), device=self._device)
+        for layer in self.runner.pool.layers:
+            layer[target] = layer[source]
+
+    def _prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> None:
+        """Compute prompts end to end; their keys and values go to their pages."""
+        stack = self.runner.stack
+        shape, packed = stack.shape, PackedAttention([len(prompt) for prompt in prompts])
+        positions = [np.arange(len(prompt)) for prompt in prompts]
+        places = [
+            np.array(own)[place // shape.page] * shape.page + place % shape.page
+            for own, place in zip(pages, positions, strict=True)
+        ]
+        ids = np.concatenate([np.array(prompt, dtype=np.int64) for prompt in prompts])
+        together = torch.from_numpy(np.stack([ids, np.concatenate(positions), np.concatenate(places)])).to(self._device)
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            heads = qkv.unflatten(-1, (-1, shape.head_dim)).transpose(0, 1)
+            parts = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads])
+            return packed.attend(layer, *parts, scale=stack.scale, window=stack.window_of[layer]).flatten(1)
+
+        stack.hidden(*together, self.runner.pool, attend, keep_key=True)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.runner.slots.state.device
+
+    def _collect(self, chosen: Sequence[Running], codes: dict[int, Finish] | None = None) -> None:
+        """Take what samples have drawn since they were last looked at."""
+        codes = codes or {}
+        slot_of = {id(one): slot for slot, one in enumerate(self.scheduler.running)}
+        counts = [int(self.runner.host.state[Field.COUNT, slot_of[id(one)]]) for one in chosen]
+        if not chosen or not max(counts):
+            return
+        ids, logprobs = self.runner.outputs([one.row for one in chosen], max(counts))
+        for one, count, row_ids, row_logprobs in zip(chosen, counts, ids, logprobs, strict=True):
+            sample = one.sample
+            start = len(sample.ids)
+            new = row_logprobs[start:count]
+            if not np.isfinite(new).all():
+                raise RuntimeError("the model gives logits that are not finite; its weights are broken or overflow")
+            versions = _versions(one.marks, start, count)
+            if sample.stop.strings:
+                for token, logprob, version in zip(row_ids[start:count].tolist(), new.tolist(), versions, strict=True):
+                    sample.append(token, logprob, version)
+                    if sample.finish is not None:
+                        break
+            else:
+                sample.ids += row_ids[start:count].tolist()
+                sample.logprobs += new.tolist()
+                sample.versions += versions
+                if (code := codes.get(id(one))) is not None:
+                    sample.finish = _REASONS[code]
+
+
+def _ops(device: torch.device) -> Ops:
+    if device.type != "cuda":
+        return TorchOps()
+    from meshloom.rollout.triton_ops import TritonOps  # Triton comes with torch where there is a GPU
+
+    return TritonOps(device)
+
+
+def _filters(sample: Sample) -> bool:
+    params = sample.request.params
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
+def _versions(marks: Sequence[tuple[int, int]], start: int, stop: int) -> list[int]:
+    """Version of each token from ``start`` to ``stop`` − 1."""
+    ends = [count for count, _ in marks[1:]] + [stop]
+    versions = []
+    for (begin, version), end in zip(marks, ends, strict=True):
+        versions += [version] * (min(end, stop) - max(begin, start))
+    return versions
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
