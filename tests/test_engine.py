@@ -45,7 +45,8 @@ def torch_engine(family: str, dtype: torch.dtype = torch.float64, **options) -> 
 
 def paged_engine(family: str, dtype: torch.dtype | None = None, **options) -> tuple[PagedEngine, torch.nn.Module]:
     """The engine for GPUs; without one its kernels are replaced by the same operations in torch."""
-    model = tiny_model(family, dtype or torch.float64).to(DEVICE)
+    # Kernels know no float64.
+    model = tiny_model(family, torch.float32 if DEVICE == "cuda" else dtype or torch.float64).to(DEVICE)
     use_layouts(model)
     assert reason_against(model) is None
     defaults = {"eos_ids": (EOS,), "max_sequences": 8, "kv_cache_bytes": LARGE, "prefill_tokens": 64, "decode": letters}
