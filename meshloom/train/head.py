@@ -8,6 +8,8 @@ they cannot disagree about it; weights are read when used, so an update in place
 Legend: N rows, D hidden, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -49,6 +51,9 @@ class OutputHead:
         config = base.config.get_text_config().to_dict()
         self.scale: float = _scale(config)
         self.softcap: float | None = config.get("final_logit_softcapping")
+        self.gradient_total: Callable[[], Tensor] | None = None
+        """Gives the float32 tensor [V, D] that the weight's gradient may be added to, past its ``grad``; what else uses the
+        weight, such as a tied embedding, adds its own by ``grad``."""
 
     @property
     def weight(self) -> Tensor:

@@ -27,12 +27,18 @@ def logprobs_and_entropy(
         hidden_ND: last hidden states of the rows that predict.
         targets_N: token that follows each.
         temperature: divides the logits, above 0.
-        chunk_bytes: bound on the bytes of one chunk of logits.
+        chunk_bytes: bound on the bytes of logits alive at once; on a GPU, of their gradient too.
 
     Returns:
         Log-probabilities and entropies in nats, each [N], float32 (float64 for a float64 model). Both carry gradients
-        to the hidden states and to the head's weight and bias, where those require them.
+        to the hidden states and to the head's weight and bias, where those require them. On a GPU the weight's gradient goes
+        to ``head.gradient_total`` instead, if that is given.
     """
+    if hidden_ND.is_cuda and hidden_ND.dtype != torch.float64:
+        # Imported here: its kernels need Triton, which torch for the processor does not bring.
+        from meshloom.train.fused_logprobs import fused_logprobs_and_entropy
+
+        return fused_logprobs_and_entropy(head, hidden_ND, targets_N, temperature=temperature, chunk_bytes=chunk_bytes)
     return _ChunkedLogprobs.apply(hidden_ND, head.weight, head.bias, targets_N, head, temperature, chunk_bytes)
 
 

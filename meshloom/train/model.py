@@ -76,6 +76,8 @@ class TrainedModel:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.optimizer = None if optimizer is None else Optimizer(module, optimizer)
         self._gradients_checked = False
+        if self.optimizer is not None:
+            self.head.gradient_total = self.optimizer.gradient_total(self.head.weight)
 
     def forward(self, samples: Samples, *, temperature: float, adapters: bool = True) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies without gradients.

@@ -6,7 +6,7 @@ the number of the update alone; a gradient that is not finite stops the run befo
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -70,12 +70,31 @@ class Optimizer:
         master = parameter.detach().float().clone().requires_grad_()
 
         def collect(p: Tensor) -> None:
-            wide = p.grad.float()
-            master.grad = wide if master.grad is None else master.grad.add_(wide)
+            if p.grad is None:  # it was added to the total already, see ``gradient_total``
+                return
+            if master.grad is None:
+                master.grad = p.grad.float()
+            else:
+                master.grad.add_(p.grad)
             p.grad = None
 
         parameter.register_post_accumulate_grad_hook(collect)
         return master
+
+    def gradient_total(self, parameter: Tensor) -> Callable[[], Tensor] | None:
+        """What gives the float32 tensor that a parameter's gradients add up in; none if that is its own ``grad``, or if it is
+        not trained."""
+        masters = (m for name, m in self.masters.items() if self.parameters[name] is parameter and m is not parameter)
+        master = next(masters, None)
+        if master is None:
+            return None
+
+        def total() -> Tensor:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            return master.grad
+
+        return total
 
     def step(self, total_updates: int) -> StepStats:
         """Clip, update, round to the model's arithmetic, forget the gradients.
@@ -87,11 +106,12 @@ class Optimizer:
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         if not grads:
             raise RuntimeError("an update was asked for, but no parameter has a gradient")
-        norm = torch.nn.utils.get_total_norm(grads)
-        if not torch.isfinite(norm):
+        total_norm = torch.nn.utils.get_total_norm(grads)
+        norm = float(total_norm)  # the one time in an update that the processor waits for the device
+        if not math.isfinite(norm):
             raise NotFinite(f"gradient of update {self.updates} is not finite in {', '.join(self._not_finite()[:5])}")
         if self.settings.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, total_norm)
         rate = learning_rate(self.settings, self.updates, total_updates)
         for group in self.adamw.param_groups:
             group["lr"] = rate
@@ -99,7 +119,7 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
         self.publish()
         self.updates += 1
-        return StepStats(float(norm), rate)
+        return StepStats(norm, rate)
 
     @torch.no_grad()
     def to(self, device: torch.device) -> None:
@@ -113,9 +133,9 @@ class Optimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the model's own parameters."""
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+        narrow = [name for name, parameter in self.parameters.items() if self.masters[name] is not parameter]
+        if narrow:
+            torch._foreach_copy_([self.parameters[n] for n in narrow], [self.masters[n] for n in narrow])
 
     def _not_finite(self) -> list[str]:
         return [n for n, m in self.masters.items() if m.grad is not None and not torch.isfinite(m.grad).all()]
