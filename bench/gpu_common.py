@@ -103,9 +103,15 @@ def device_name() -> str:
     """The GPU with its driver and CUDA, or the processor."""
     if not torch.cuda.is_available():
         return f"processor, {torch.get_num_threads()} threads"
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    return f"{torch.cuda.get_device_name()}, driver {driver}, CUDA {torch.version.cuda}"
+    name, driver = _ask_driver("name,driver_version").split(", ")
+    return f"{name}, driver {driver}, CUDA {torch.version.cuda}"
+
+
+def _ask_driver(fields: str) -> str:
+    """What the driver says of the GPU in use, without a context on it."""
+    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", f"--id={index}"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def seconds_of(work: Callable[[], Any], repeats: int) -> float:
@@ -147,7 +153,7 @@ class Ended:
     Args:
         started: when, in seconds since the epoch.
         code: its exit code; none if it was ended here.
-        peak_device_bytes: most bytes in use on the first GPU, whoever held them, less those before; 0 without a GPU.
+        peak_device_bytes: most bytes in use on the GPU, whoever held them, less those before; 0 without a GPU.
     """
 
     started: float
@@ -175,12 +181,15 @@ def watch(
     log.parent.mkdir(parents=True, exist_ok=True)
     before, peak, looked = device_bytes(), 0, 0.0
     with log.open("w") as file:
-        started = time.time()
+        started, variables = time.time(), {**os.environ, **OFFLINE, **(environment or {})}
+        # A side's own packages come first; what this process was given to find itself stays.
+        paths = [(environment or {}).get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+        variables["PYTHONPATH"] = ":".join(filter(None, paths))
         process = psutil.Popen(
             [str(part) for part in command],
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **OFFLINE, **(environment or {})},
+            env=variables,
             start_new_session=True,
         )
         family: set[psutil.Process] = {process}
@@ -200,11 +209,10 @@ def watch(
 
 
 def device_bytes() -> int:
-    """Bytes in use on the first GPU; 0 without one."""
+    """Bytes in use on the GPU; 0 without one."""
     if not torch.cuda.is_available():
         return 0
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20
+    return int(_ask_driver("memory.used")) * 2**20
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
