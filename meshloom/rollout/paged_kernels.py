@@ -40,52 +40,52 @@ def add_rms_norm_kernel(
 def rope_store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, position_ptr, place_ptr, pool_ptr, q_norm_ptr, k_norm_ptr,
     eps, layer,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     NORM: tl.constexpr, GEMMA: tl.constexpr, KEEP_KEY: tl.constexpr,
 ):  # fmt: skip
-    """One token and one head: norm (with NORM) and rotate queries in place, write keys and values into the cache.
+    """One token: norm (with NORM) and rotate its queries in place, write its keys and values into the cache.
 
     ``place`` is the token's page × P + its place there, negative for a token that is not kept. Rotated keys also go back
-    to where they came from with KEEP_KEY.
+    to where they came from with KEEP_KEY. HEADS is H + 2K rounded up to a power of two.
     """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
     half: tl.constexpr = D // 2
-    lane = tl.arange(0, half)
-    at = qkv_ptr + (token * (H + 2 * K) + head) * D
-    low = tl.load(at + lane)
-    high = tl.load(at + half + lane)
-    if head < H + K:
-        kind = low.dtype
-        low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
-        if NORM:
-            scale = tl.rsqrt((tl.sum(low_wide * low_wide, 0) + tl.sum(high_wide * high_wide, 0)) / D + eps)
-            weight_ptr = q_norm_ptr
-            if head >= H:
-                weight_ptr = k_norm_ptr
-            low_weight = tl.load(weight_ptr + lane).to(tl.float32)
-            high_weight = tl.load(weight_ptr + half + lane).to(tl.float32)
-            if GEMMA:
-                low_wide = (low_wide * scale * (1.0 + low_weight)).to(kind).to(tl.float32)
-                high_wide = (high_wide * scale * (1.0 + high_weight)).to(kind).to(tl.float32)
-            else:
-                low_wide = ((low_wide * scale).to(kind).to(tl.float32) * low_weight).to(kind).to(tl.float32)
-                high_wide = ((high_wide * scale).to(kind).to(tl.float32) * high_weight).to(kind).to(tl.float32)
-        position = tl.load(position_ptr + token).to(tl.int64)
-        cos = tl.load(cos_ptr + position * half + lane).to(tl.float32)
-        sin = tl.load(sin_ptr + position * half + lane).to(tl.float32)
-        low = (low_wide * cos - high_wide * sin).to(kind)
-        high = (high_wide * cos + low_wide * sin).to(kind)
-        if (head < H) | KEEP_KEY:
-            tl.store(at + lane, low)
-            tl.store(at + half + lane, high)
+    head = tl.arange(0, HEADS)[:, None]
+    lane = tl.arange(0, half)[None, :]
+    at = qkv_ptr + token * ((H + 2 * K) * D) + head * D + lane
+    there = head < H + 2 * K
+    low = tl.load(at, mask=there, other=0.0)
+    high = tl.load(at + half, mask=there, other=0.0)
+    kind = low.dtype
+    low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
+    if NORM:
+        square = tl.sum(low_wide * low_wide, 1) + tl.sum(high_wide * high_wide, 1)
+        scale = tl.rsqrt(square / D + eps)[:, None]
+        low_weight = tl.where(head < H, tl.load(q_norm_ptr + lane), tl.load(k_norm_ptr + lane)).to(tl.float32)
+        high_weight = tl.where(head < H, tl.load(q_norm_ptr + half + lane), tl.load(k_norm_ptr + half + lane))
+        high_weight = high_weight.to(tl.float32)
+        if GEMMA:
+            low_wide = (low_wide * scale * (1.0 + low_weight)).to(kind).to(tl.float32)
+            high_wide = (high_wide * scale * (1.0 + high_weight)).to(kind).to(tl.float32)
+        else:
+            low_wide = ((low_wide * scale).to(kind).to(tl.float32) * low_weight).to(kind).to(tl.float32)
+            high_wide = ((high_wide * scale).to(kind).to(tl.float32) * high_weight).to(kind).to(tl.float32)
+    position = tl.load(position_ptr + token).to(tl.int64)
+    cos = tl.load(cos_ptr + position * half + lane).to(tl.float32)
+    sin = tl.load(sin_ptr + position * half + lane).to(tl.float32)
+    turns = head < H + K
+    low = tl.where(turns, (low_wide * cos - high_wide * sin).to(kind), low)
+    high = tl.where(turns, (high_wide * cos + low_wide * sin).to(kind), high)
+    back = turns if KEEP_KEY else head < H
+    tl.store(at, low, mask=back)
+    tl.store(at + half, high, mask=back)
     place = tl.load(place_ptr + token)
-    if (head >= H) & (place >= 0):
+    if place >= 0:
         # Key heads come first, then value heads, in the projection as in a page.
         pool = tl.load(pool_ptr + layer).to(tl.pointer_type(qkv_ptr.dtype.element_ty))
-        to = pool + ((place // P) * (2 * K) + (head - H)) * (P * D) + (place % P) * D
-        tl.store(to + lane, low)
-        tl.store(to + half + lane, high)
+        to = pool + ((place // P) * (2 * K) + (head - H)) * (P * D) + (place % P) * D + lane
+        tl.store(to, low, mask=(head >= H) & there)
+        tl.store(to + half, high, mask=(head >= H) & there)
 
 
 @triton.jit

@@ -59,10 +59,11 @@ class TritonOps:
     ) -> None:
         kind = NormKind(0.0, False) if norms is None else norms.kind
         query_norm, key_norm = (qkv, qkv) if norms is None else (norms.query, norms.key)
-        paged_kernels.rope_store_kernel[(len(qkv), shape.num_heads + 2 * shape.num_kv_heads)](
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        paged_kernels.rope_store_kernel[(len(qkv),)](
             qkv, rope.cos, rope.sin, positions, places, pool.addresses, query_norm, key_norm, kind.eps, layer,
-            H=shape.num_heads, K=shape.num_kv_heads, D=shape.head_dim, P=shape.page,
-            NORM=norms is not None, GEMMA=kind.gemma, KEEP_KEY=keep_key, num_warps=1,
+            H=shape.num_heads, K=shape.num_kv_heads, HEADS=next_power_of_2(heads), D=shape.head_dim, P=shape.page,
+            NORM=norms is not None, GEMMA=kind.gemma, KEEP_KEY=keep_key, num_warps=4,
         )  # fmt: skip
 
     def attend(

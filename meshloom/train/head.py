@@ -66,7 +66,13 @@ class OutputHead:
         return self._linear.bias
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Logits of hidden states, [N, V]. Differentiable in the hidden states and the weight."""
+        """Logits of hidden states, [N, V]. Differentiable in the hidden states and the weight.
+
+        Without gradients a GPU gives them in float32 as its matrix units have them; elsewhere they are rounded before.
+        """
+        if hidden_ND.is_cuda and not torch.is_grad_enabled() and hidden_ND.dtype == torch.bfloat16:
+            projected = torch.mm(hidden_ND, self.weight.T, out_dtype=torch.float32)
+            return self.finish(projected if self.bias is None else projected + self.bias)
         return self.finish(nn.functional.linear(hidden_ND, self.weight, self.bias))
 
     def finish(self, projected_NV: Tensor) -> Tensor:
