@@ -83,7 +83,7 @@ def test_the_room_imports_without_torch():
 
 def test_names_are_explained():
     assert all(metric.label and metric.meaning.endswith(".") for metric in METRICS.values())
-    assert list(PHASES) == ["generate", "score", "log_prob", "reference", "update", "validate", "save"]
+    assert list(PHASES) == ["generate", "score", "log_prob", "reference", "update", "sync", "validate", "save"]
 
 
 def test_numbers_are_short():

@@ -27,3 +27,21 @@ def prepare_process() -> None:
 def threads_are_given() -> bool:
     """Whether the user has said how many threads a process computes with."""
     return "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
+
+
+# vLLM reads these when it is imported. The engine must run in this process, where the trainer's weights are; FlashInfer's
+# sampler neither takes a seed for each sample nor gives log-probs of the distribution it samples.
+_BEFORE_VLLM = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+def prepare_vllm() -> None:
+    """Set what must stand before vLLM is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in _BEFORE_VLLM.items():
+        os.environ.setdefault(name, value)

@@ -17,6 +17,8 @@ _PLACE = {"run_dir", "device"}
 """Where the run lives. Another device rounds differently."""
 _WATCHING = {"checkpoint.*", "logging.*", "validation.every_steps", "validation.before_training"}
 """When the run is saved, shown and measured."""
+_CHECKS = {"rollout.vllm.max_probe_gap"}
+"""What stops a run and changes no number."""
 _REWARD_PROCESSES = {"reward.workers", "reward.deadline_s"}
 """How fast rewards come; a deadline that is met changes no reward."""
 _MEMORY_BOUNDS = {
@@ -25,6 +27,8 @@ _MEMORY_BOUNDS = {
     "model.gradient_checkpointing",
     "model.logits_chunk_bytes",
     "rollout.kv_cache_bytes",
+    "rollout.vllm.gpu_memory_utilization",
+    "rollout.vllm.sleep",
 }
 """Bounds of memory. A run that ended out of memory continues only if they may shrink; they change rounding, as the device
 does, and nothing else."""

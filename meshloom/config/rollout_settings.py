@@ -23,11 +23,34 @@ class SamplingSettings(Settings):
     """Drop tokens less likely than this share of the most likely one."""
 
 
+class VllmSettings(Settings):
+    """What only vLLM has; read with ``rollout.engine: vllm``."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """Share of the GPU's memory that vLLM takes for its weights and cache while it generates. ``rollout.kv_cache_bytes`` bounds
+    the cache alone, and is used instead where it is given. On the processor only ``rollout.kv_cache_bytes`` counts."""
+    enforce_eager: bool = False
+    """Neither compile nor capture graphs: a start that is a minute faster, and slower steps."""
+    max_model_len: Count | None = None
+    """Longest prompt and response together, in tokens. Default: the longest that the data settings and
+    ``rollout.max_response_tokens`` allow."""
+    sleep: bool = True
+    """Give vLLM's memory back while the trainer updates; on a GPU only."""
+    max_probe_gap: Positive | None = None
+    """Stop the run when, after a movement of weights, mean |Δ log-prob| of a few fixed tokens between vLLM and trainer exceeds
+    this. Default: 0.02 in float32, 0.25 in bfloat16."""
+    arguments: dict[str, bool | int | float | str | None] = Field(default_factory=dict)
+    """Further arguments of vLLM's own ``EngineArgs``, by their names there."""
+
+
 class RolloutSettings(Settings):
     """How responses are generated while training."""
 
-    engine: Literal["torch"] = "torch"
-    """``torch``: the embedded engine on the trainer's own weights."""
+    engine: Literal["torch", "vllm"] = "torch"
+    """``torch``: the embedded engine on the trainer's own weights. ``vllm``: vLLM in the same process with weights of its own,
+    which are moved there after each step (extra: vllm)."""
+    vllm: VllmSettings = VllmSettings()
+    """Settings of vLLM."""
     sampling: SamplingSettings = SamplingSettings()
     """The sampling distribution of training samples."""
     max_response_tokens: Count = 512

@@ -28,12 +28,14 @@ from meshloom.data.rows import Prompt
 from meshloom.loop.collect import Collector
 from meshloom.loop.session import Cut, Session
 from meshloom.loop.validate import Validator
+from meshloom.loop.vllm import vllm_engine
 from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFolder, check_free
 from meshloom.plan.build import Plan, build_plan
 from meshloom.plan.report import plan_json, plan_text
 from meshloom.rewards.pool import RewardPool
-from meshloom.rollout.protocol import SamplingParams
-from meshloom.rollout.torch_engine import TorchEngine
+from meshloom.rollout.embedded import embedded_engine
+from meshloom.rollout.protocol import Engine, SamplingParams
+from meshloom.rollout.vllm_build import check_vllm
 from meshloom.train.checkpoint_store import latest_checkpoint, require_room, verify
 from meshloom.train.head import plain_model
 from meshloom.train.load import add_lora, end_token_ids, load_model, pick_device, pick_dtype
@@ -148,17 +150,47 @@ def set_end_tokens(model: TrainedModel, data: DataSettings, tokenizer: PreTraine
 
 
 def build_engine(
-    model: TrainedModel, rollout: RolloutSettings, data: DataSettings, tokenizer: PreTrainedTokenizerBase
-) -> TorchEngine:
-    """The embedded engine on a model's own weights."""
-    return TorchEngine(
+    model: TrainedModel,
+    rollout: RolloutSettings,
+    data: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_response_tokens: int | None = None,
+) -> Engine:
+    """The engine that the settings name.
+
+    Args:
+        model: whose weights it samples with.
+        rollout: settings of generation.
+        data: settings of the prompts.
+        tokenizer: of the model.
+        max_response_tokens: longest response of any use, if it is not ``rollout.max_response_tokens``.
+
+    Raises:
+        UserError: if the engine needs a package that is not installed.
+    """
+    eos_ids = set_end_tokens(model, data, tokenizer)
+    if rollout.engine == "vllm":
+        longest = data.max_prompt_tokens + max(rollout.max_response_tokens, max_response_tokens or 0)
+        return vllm_engine(model, rollout, longest=longest, eos_ids=eos_ids, decode=decoder(tokenizer))
+    return embedded_engine(
         model.module,
-        eos_ids=set_end_tokens(model, data, tokenizer),
+        eos_ids=eos_ids,
         max_sequences=rollout.max_sequences,
         kv_cache_bytes=rollout.kv_cache_bytes,
         prefill_tokens=rollout.prefill_tokens,
         decode=decoder(tokenizer),
     )
+
+
+def check_engine(rollout: RolloutSettings) -> None:
+    """Check that the engine the settings name is there, before anything is loaded.
+
+    Raises:
+        UserError: if it needs a package that is not installed, or is given an argument it does not have.
+    """
+    if rollout.engine == "vllm":
+        check_vllm(rollout.vllm.arguments)
 
 
 def require_vocabulary(model: TrainedModel, samples: Iterable[Sequence[int]]) -> None:
@@ -202,7 +234,7 @@ def sampling_params(
 
 def build_validator(
     settings: TrainSettings | EvalSettings,
-    engine: TorchEngine,
+    engine: Engine,
     pool: RewardPool,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],

@@ -15,7 +15,7 @@ from meshloom.config.errors import UserError
 from meshloom.config.settings import EvalSettings
 from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
-from meshloom.loop.build import build_actor, build_engine, build_validator, require_vocabulary
+from meshloom.loop.build import build_actor, build_engine, build_validator, check_engine, require_vocabulary
 from meshloom.observe.format import number_text, plural
 from meshloom.observe.names import METRICS
 from meshloom.observe.report import write_report
@@ -79,6 +79,7 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
     """The metrics of a model, written to the run folder with its samples and a report."""
     check_model_folder(settings.model.path)
     pick_device(settings.device)
+    check_engine(settings.rollout)
     _check_run_folder(settings)
     if settings.source is None:
         build_plan(settings, None).require()
@@ -94,7 +95,8 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         pool = resources.enter_context(RewardPool(settings.reward, {prompt.row.data_source for prompt in prompts}))
         bound = MicrobatchBound(settings.data.max_prompt_tokens + settings.rollout.max_response_tokens)
         model = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
-        engine = build_engine(model, settings.rollout, settings.data, tokenizer)
+        longest = settings.validation.max_response_tokens
+        engine = build_engine(model, settings.rollout, settings.data, tokenizer, max_response_tokens=longest)
         validator = build_validator(settings, engine, pool, tokenizer, prompts)
         require_vocabulary(model, (prompt.ids for prompt in prompts))
         validator.collector.check()

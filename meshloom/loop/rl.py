@@ -78,6 +78,7 @@ class RLProgram:
             self.validate()
         while self.step < self.session.steps and not self.session.stop_wanted:
             collected = self.roll_out()
+            self.roles.engine.sleep()
             batch = self.judge(concat(self.buffer.take(self.settings.batch.prompts_per_step)))
             updates, steps = self.learn(batch)
             self.step, self.accuracy = self.step + 1, None
@@ -137,7 +138,9 @@ class RLProgram:
                 self._check_gap(reports)
                 steps.append(self.roles.actor.optim_step(self.total_updates))
                 self.version += 1
+        with self.session.clock.phase("sync"):
             self.roles.engine.load_weights(self.version)
+            self.roles.engine.wake()
         return reports, steps
 
     def updates(self, batch: Samples) -> list[Samples]:

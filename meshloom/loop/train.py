@@ -19,6 +19,7 @@ from meshloom.loop.build import (
     build_actor,
     build_engine,
     build_validator,
+    check_engine,
     decoder,
     find_checkpoint,
     finish_plan,
@@ -49,6 +50,7 @@ def run_training(settings: TrainSettings, *, resume: bool) -> int:
     pick_device(settings.device)
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
+    check_engine(settings.rollout)
     checkpoint = find_checkpoint(settings) if resume else None
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
@@ -100,7 +102,8 @@ def _build_roles(
     actor = build_actor(
         settings.model, settings.optimizer, bound, device=settings.device, seed=settings.seed, checkpoint=checkpoint
     )
-    engine = build_engine(actor, settings.rollout, settings.data, tokenizer)
+    longest = settings.validation.max_response_tokens
+    engine = build_engine(actor, settings.rollout, settings.data, tokenizer, max_response_tokens=longest)
     collector = Collector(
         engine=engine,
         scorer=pool,

@@ -126,6 +126,7 @@ PHASES: dict[str, Phase] = {
         Phase(name="log_prob", label="Log-probs", meaning="under the trainer's weights"),
         Phase(name="reference", label="Reference", meaning="log-probs of the reference"),
         Phase(name="update", label="Update", meaning="forward, backward and optimizer"),
+        Phase(name="sync", label="Weights", meaning="moving weights to the engine"),
         Phase(name="validate", label="Validate", meaning="evaluation on held-out problems"),
         Phase(name="save", label="Save", meaning="waiting for checkpoints"),
     )

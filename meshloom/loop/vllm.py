@@ -1,0 +1,48 @@
+"""The vLLM engine of a run: its options from the settings, and its weights from the trained model.
+
+Owns: what of a run's settings vLLM is opened with. Refuses to know: vLLM.
+"""
+
+from pathlib import Path
+
+from meshloom.config.settings import RolloutSettings
+from meshloom.rollout.kv_cache import quarter_of_free_bytes
+from meshloom.rollout.stopping import Decode
+from meshloom.rollout.vllm_build import VllmOptions
+from meshloom.rollout.vllm_engine import VllmEngine
+from meshloom.train.model import TrainedModel
+from meshloom.weights.feed import TrainerFeed
+
+
+def vllm_engine(
+    model: TrainedModel, rollout: RolloutSettings, *, longest: int, eos_ids: tuple[int, ...], decode: Decode
+) -> VllmEngine:
+    """vLLM with the weights of a trained model.
+
+    Args:
+        model: trained, on the device that vLLM shall use.
+        rollout: settings of generation.
+        longest: prompt and response together, in tokens, if the settings name no bound.
+        eos_ids: tokens that end a sample.
+        decode: from token ids to text, for stop strings.
+
+    Raises:
+        UserError: if vLLM is not installed, or refuses to start.
+    """
+    settings, cache_bytes = rollout.vllm, rollout.kv_cache_bytes
+    if cache_bytes is None and model.device.type == "cpu":
+        cache_bytes = quarter_of_free_bytes(model.device)
+    options = VllmOptions(
+        model_path=Path(model.settings.path),
+        dtype=model.head.weight.dtype,
+        device=model.device,
+        max_sequences=rollout.max_sequences,
+        max_model_len=settings.max_model_len or longest,
+        prefill_tokens=rollout.prefill_tokens,
+        kv_cache_bytes=cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        enforce_eager=settings.enforce_eager,
+        sleep=settings.sleep,
+        arguments=settings.arguments,
+    )
+    return VllmEngine(options, feed=TrainerFeed(model, settings.max_probe_gap), eos_ids=eos_ids, decode=decode)

