@@ -16,6 +16,7 @@ itself (a copy where the model does not tie them), so a token's own rows raise i
 import argparse
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -85,7 +86,7 @@ class Tail:
 def make_model(
     folder: Path, size: str, *, tokenizer: Path | None, mean_length: float | None = None, seed: int = 0
 ) -> Path:
-    """Write a Hugging Face folder in bfloat16, unless it is there.
+    """Write a Hugging Face folder in bfloat16, unless it is there; it is whole or not there.
 
     Args:
         folder: to be made.
@@ -96,7 +97,8 @@ def make_model(
     """
     if (folder / "config.json").exists():
         return folder
-    words = _tokenizer(folder, tokenizer)
+    aside = folder.with_name(f"{folder.name}.part{os.getpid()}")
+    words = _tokenizer(aside, tokenizer)
     shape, device = SHAPES[size], "cuda" if torch.cuda.is_available() else "cpu"
     config = Qwen2Config(
         vocab_size=max(shape.vocabulary, len(words)),
@@ -118,7 +120,8 @@ def make_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if mean_length is not None:
         set_lengths(model, words, Tail.of_mean(mean_length), seed)
-    model.save_pretrained(folder)
+    model.save_pretrained(aside)
+    aside.rename(folder)
     return folder
 
 
