@@ -169,13 +169,12 @@ class RLProgram:
             "prompts_dropped": len(collected.dropped),
             "groups_stale": self.buffer.dropped_stale,
         }
-        metrics |= speed_metrics(batch, self.session.clock)
+        metrics |= speed_metrics(batch, self.session.clock, self.roles.actor)
         self.session.log("train", metrics, step=self.step)
         count = self.settings.logging.samples_per_step
         shown = batch if count is None else batch.select(range(min(count, len(batch))))
-        self.session.folder.log_samples(
-            sample_records(shown, self.roles.collector.prompts, step=self.step, kind="train")
-        )
+        prompts, step = self.roles.collector.prompts, self.step
+        self.session.log_samples(lambda: sample_records(shown, prompts, step=step, kind="train"))
 
     def validate(self) -> None:
         if self.roles.validator is None:
@@ -184,7 +183,7 @@ class RLProgram:
             found = self.roles.validator.run(self.step, self.session.clock)
         self.accuracy = found.metrics.get("accuracy")
         self.session.log("validation", found.metrics, step=self.step)
-        self.session.folder.log_samples(found.records)
+        self.session.log_samples(lambda: found.records)
 
     def save(self) -> None:
         """Everything that decides the future, as of now."""

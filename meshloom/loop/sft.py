@@ -94,6 +94,7 @@ class SftProgram:
             "grad_norm": last.grad_norm,
             "learning_rate": last.learning_rate,
             "tokens_per_second": batch.num_tokens / seconds,
+            **self.model.take_utilization(seconds),
             "epoch": self.order.epoch + self.order.position / self.order.num_prompts,
         }
         self.session.log("sft", metrics, step=self.step)

@@ -17,6 +17,7 @@ from meshloom.config.settings import TrainSettings
 from meshloom.loop.validate import length_metrics
 from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples
+from meshloom.train.model import TrainedModel
 
 ADVISE_AT, REPEAT_EVERY = 5, 50
 """Steps in a row without any spread of rewards after which the user is told again."""
@@ -121,10 +122,13 @@ def _part_means(batch: Samples) -> dict[str, float]:
     return {f"reward/{name}": sum(column) / len(column) for name, column in sorted(values.items())}
 
 
-def speed_metrics(batch: Samples, clock: PhaseClock) -> dict[str, float]:
-    """Tokens over the seconds of the step so far: all of them, and those the model generated."""
-    seconds = max(sum(clock.seconds().values()), 1e-9)
+def speed_metrics(batch: Samples, clock: PhaseClock, actor: TrainedModel) -> dict[str, float]:
+    """Tokens over the seconds of the step so far: all of them, and those the model generated; and the share of the device's
+    peak that the updates reached."""
+    phases = clock.seconds()
+    seconds = max(sum(phases.values()), 1e-9)
     return {
         "tokens_per_second": batch.num_tokens / seconds,
         "response_tokens_per_second": float(batch["mask"].sum()) / seconds,
+        **actor.take_utilization(phases.get("update", 0.0)),
     }

@@ -100,6 +100,8 @@ _ALL = (
     _metric("updates", "Updates", U.COUNT, B.NEITHER, S.OPTIMIZATION, "Optimizer updates made so far."),
     _metric("tokens_per_second", "Throughput, all tokens", U.TOKENS_PER_SECOND, B.UP, S.SPEED, "Prompt and response tokens of the step, divided by the step's seconds."),
     _metric("response_tokens_per_second", "Throughput, response tokens", U.TOKENS_PER_SECOND, B.UP, S.SPEED, "Response tokens of the step, divided by the step's seconds."),
+    _metric("mfu", "Matrix utilization", U.SHARE, B.UP, S.SPEED, "Operations of the updates' forward and backward passes, attention left out, as a share of what the device could do in the seconds of the updates."),
+    _metric("mfu_attention", "Utilization by attention", U.SHARE, B.NEITHER, S.SPEED, "What attention adds to the matrix utilization."),
     _metric("peak_memory_bytes", "Peak memory", U.BYTES, B.DOWN, S.SPEED, "Most memory held so far."),
     _metric("weights_version", "Weights version", U.COUNT, B.NEITHER, S.OPTIMIZATION, "Version of the weights after the step."),
     _metric("epoch", "Epoch", U.NONE, B.NEITHER, S.OPTIMIZATION, "Passes over the prompts so far."),

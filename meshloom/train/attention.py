@@ -32,6 +32,7 @@ class AttentionLayout(Protocol):
         ...
 
 
+@torch.compiler.disable
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -45,7 +46,10 @@ def _attention(
     layout: AttentionLayout | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in each layer: query [1, H, T, D], key and value [1, K, T, D]."""
+    """The function transformers calls in each layer: query [1, H, T, D], key and value [1, K, T, D].
+
+    Never inside compiled code, which would be another one for each layer and each layout.
+    """
     if layout is None:
         raise RuntimeError(
             f"{type(module).__name__} did not hand the attention layout down; this model family is not supported"

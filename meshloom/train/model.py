@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshloom.config.settings import ModelSettings, OptimizerSettings
-from meshloom.plan.compute import logits_chunk_bytes
+from meshloom.plan.compute import compiles, logits_chunk_bytes
 from meshloom.samples import Samples, concat
+from meshloom.train.flops import Cost, Work, peak_flops
 from meshloom.train.gather import take_rows
-from meshloom.train.head import OutputHead, decoder_of
+from meshloom.train.head import OutputHead, decoder_of, plain_model
+from meshloom.train.layer_passes import LayerPasses
 from meshloom.train.logprobs import logprobs_and_entropy
 from meshloom.train.optimizer import Optimizer, StepStats
 from meshloom.train.sharing import Computed, pack_samples
@@ -72,10 +73,14 @@ class TrainedModel:
         self.chunk_bytes = logits_chunk_bytes(settings, gpu=self.device.type == "cuda")
         if optimizer is None:
             module.requires_grad_(False)
-        elif settings.gradient_checkpointing:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.layers = LayerPasses(
+            self.decoder,
+            compiled=compiles(settings, gpu=self.device.type == "cuda"),
+            recompute=settings.gradient_checkpointing and optimizer is not None,
+        )
         self.optimizer = None if optimizer is None else Optimizer(module, optimizer)
         self._gradients_checked = False
+        self._work = Work()
         if self.optimizer is not None:
             self.head.gradient_total = self.optimizer.gradient_total(self.head.weight)
 
@@ -93,7 +98,7 @@ class TrainedModel:
         self.module.eval()
         packed = self._pack(samples)
         parts = []
-        with torch.no_grad(), nullcontext() if adapters else self.module.disable_adapter():
+        with torch.no_grad(), self.layers.active(), nullcontext() if adapters else self.module.disable_adapter():
             for indices in packed:
                 microbatch = samples.select(indices)
                 logprob_T, entropy_T = self._predict(microbatch, temperature)
@@ -119,9 +124,10 @@ class TrainedModel:
         merged: dict[str, Any] = {}
         for indices in self._pack(samples):
             microbatch = samples.select(indices)
-            predicted = self._predict(microbatch, temperature)
-            parts = loss(upload_samples(microbatch, self.device), *predicted)
-            parts.total.backward()
+            with self.layers.active():
+                predicted = self._predict(microbatch, temperature)
+                parts = loss(upload_samples(microbatch, self.device), *predicted)
+                parts.total.backward()
             for name, value in {"loss": parts.total.detach(), **parts.stats}.items():
                 merged[name] = merged[name] + value if name in merged else value
         if not self._gradients_checked:
@@ -136,6 +142,26 @@ class TrainedModel:
         """
         return self.optimizer.step(total_updates)
 
+    def take_utilization(self, seconds: float) -> dict[str, float]:
+        """Share of the device's peak that passes with gradients have reached since the last call, if the peak is known.
+
+        Args:
+            seconds: that they took, in all.
+
+        Returns:
+            ``mfu``, without attention, and ``mfu_attention``, what attention adds to it; or nothing.
+        """
+        work, self._work = self._work, Work()
+        config = plain_model(self.module).config.get_text_config()
+        heads = config.num_attention_heads
+        width = heads * (config.to_dict().get("head_dim") or config.hidden_size // heads)
+        cost = Cost.of(self.decoder, self.head.weight, layers=config.num_hidden_layers, query_width=width)
+        peak = peak_flops(self.device, self.head.weight.dtype)
+        if cost is None or peak is None or not work.tokens or seconds <= 0:
+            return {}
+        could = peak * seconds
+        return {"mfu": work.flops(cost) / could, "mfu_attention": work.attention_flops(cost) / could}
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors as the Hugging Face folder has them, adapters apart; the tensors themselves, not copies."""
         yield from ((name, p.detach()) for name, p in self.module.state_dict().items())
@@ -148,11 +174,10 @@ class TrainedModel:
             self.optimizer.to(device)
 
     def _set_training_mode(self) -> None:
-        """Evaluation mode, but for what only training mode does: checkpointed layers themselves, without what is in them,
-        and the adapters' own dropout. The model's dropout would make sampler and trainer disagree."""
+        """Evaluation mode, but for the adapters' own dropout. The model's would make sampler and trainer disagree."""
         self.module.eval()
         for name, module in self.module.named_modules():
-            if isinstance(module, GradientCheckpointingLayer) or ".lora_dropout." in name:
+            if ".lora_dropout." in name:
                 module.training = True
 
     def _pack(self, samples: Samples) -> list[list[int]]:
@@ -167,6 +192,8 @@ class TrainedModel:
         here = {"ids_C": ids_T[computed.tokens_C], "target_N": target_N, "target_ids_N": ids_T[target_N]}
         moved = upload(here | computed.tensors(), self.device)
         computed = computed.with_tensors(moved)
+        if torch.is_grad_enabled():
+            self._work += Work(len(moved["ids_C"]), len(target_N), computed.pairs())
         hidden_CD = self.decoder(
             input_ids=moved["ids_C"][None],
             position_ids=computed.positions_C[None],

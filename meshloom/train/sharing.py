@@ -76,6 +76,11 @@ class Computed:
             predictors=RowIndex.of(_predictors(microbatch, tokens_A, source_A), len(tokens_C)),
         )
 
+    def pairs(self) -> int:
+        """Pairs of tokens that see each other, a computed token with itself and those before it; windows left aside."""
+        both = zip(self.lengths, self.query_lengths, strict=True)
+        return sum(queries * (2 * length - queries + 1) // 2 for length, queries in both)
+
     def tensors(self) -> dict[str, Tensor]:
         """What a device needs of it, by name; ``with_tensors`` takes them back."""
         found = {"tokens_C": self.tokens_C, "positions_C": self.positions_C}

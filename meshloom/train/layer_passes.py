@@ -1,0 +1,110 @@
+"""How a decoder's layers run in training passes: compiled, and recomputed in the backward pass.
+
+Owns: ``torch.compile`` of layers, and recompute around them. Refuses to know: what a layer computes, generation. Always holds:
+outside ``active`` the model runs as transformers wrote it, so an engine on the same module never compiles; one piece of
+compiled code serves all layers of a kind and all lengths; what cannot be compiled is an error.
+
+Attention is called between two compiled pieces, not inside one: which layer calls and how samples are laid out then decide
+nothing about the code. Recompute is put around a layer here, not by transformers, whose own place for it differs between
+versions and lies inside what is compiled in some.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from meshloom.config.errors import UserError
+
+_MOST_VARIANTS = 64
+"""Compiled variants of one function: with and without gradients or adapters, windows, kinds of layers."""
+
+
+class LayerPasses:
+    """The layers of a decoder, and how they run inside ``active``.
+
+    Args:
+        decoder: the stack of layers, adapters in it or not.
+        compiled: compile each layer, and the norms after the last.
+        recompute: keep only each layer's input for the backward pass.
+        backend: of ``torch.compile``.
+
+    Raises:
+        UserError: if either is asked for and the decoder has no layers of the usual kind.
+    """
+
+    def __init__(
+        self, decoder: nn.Module, *, compiled: bool, recompute: bool, backend: str | Callable = "inductor"
+    ) -> None:
+        self._compiled, self._recompute = compiled, recompute
+        self._layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if (compiled or recompute) and not self._layers:
+            raise UserError(
+                f"{type(decoder).__name__} has no layers that can be compiled or recomputed one by one",
+                where="model.compile" if compiled else "model.gradient_checkpointing",
+                fix="model.compile=false model.gradient_checkpointing=false",
+            )
+        norms = [child for name, child in decoder.named_children() if "norm" in name] if compiled else []
+        kinds = {type(module) for module in (*self._layers, *norms)}
+        forwards = {kind: _compile(kind.forward, backend) if compiled else kind.forward for kind in kinds}
+        self._runs = [(layer, self._run_of(layer, forwards[type(layer)])) for layer in self._layers]
+        self._runs += [(norm, partial(forwards[type(norm)], norm)) for norm in norms]
+
+    def _run_of(self, layer: nn.Module, forward: Callable) -> Callable:
+        run = partial(forward, layer)
+        if not self._recompute:
+            return run
+
+        def run_again_in_backward(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            return run(*args, **kwargs)
+
+        return run_again_in_backward
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run layers so inside, forward and backward.
+
+        Raises:
+            UserError: if a layer cannot be compiled.
+        """
+        if not self._compiled and not self._recompute:
+            yield
+            return
+        for module, run in self._runs:
+            module.forward = run
+        try:
+            yield
+        except _compile_errors(self._compiled) as error:
+            said = [line.strip() for line in str(error).splitlines() if line.strip()]
+            why = " ".join(said[:2]) or type(error).__name__
+            raise UserError(
+                "the model's layers cannot be compiled", where="model.compile", why=why, fix="model.compile=false"
+            ) from error
+        finally:
+            for module, _ in self._runs:
+                del module.forward
+
+
+def _compile(forward: Callable, backend: str | Callable) -> Callable:
+    """One function for all layers of a kind: the layer is its first argument, and its weights are inputs of the code."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
+    # Without this, code beyond the limit would run uncompiled and nothing would say so.
+    config.fail_on_recompile_limit_hit = True
+    return torch.compile(forward, dynamic=True, backend=backend)
+
+
+def _compile_errors(compiled: bool) -> tuple[type[Exception], ...]:
+    if not compiled:
+        return ()
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return (TorchDynamoException, InductorError)
