@@ -193,6 +193,7 @@ def watch(
             start_new_session=True,
         )
         family: set[psutil.Process] = {process}
+        usual = signal.signal(signal.SIGTERM, _leave)
         try:
             while process.poll() is None and time.time() - started < deadline_s and not done():
                 time.sleep(POLL_S)
@@ -204,8 +205,14 @@ def watch(
         finally:
             family.update(_descendants(process))
             _end(family)
+            signal.signal(signal.SIGTERM, usual)
     done()
     return Ended(started=started, code=code, peak_device_bytes=peak)
+
+
+def _leave(*_: object) -> None:
+    """Ended from outside: what was started here is ended first."""
+    raise SystemExit(143)
 
 
 def device_bytes() -> int:

@@ -20,7 +20,8 @@ from dataclasses import replace
 from gpu_common import HERE, Budget, common_arguments, console, print_ratio, print_table, versions_line
 from gpu_idle import RESULT, TRACED_STEP
 from gpu_models import Tail, prepared, questions, write_prompts
-from gpu_sides import Job, Ours, Side, SideRun, Trl, Verl, run_side
+from gpu_runs import SideRun, run_side
+from gpu_sides import Job, Ours, Side, Trl, Verl
 from rich.console import Console
 
 PHASES = ("generate", "score", "log_prob", "update", "weights")

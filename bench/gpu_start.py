@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from gpu_common import Budget, common_arguments, console, print_ratio, print_table, versions_line
 from gpu_grpo import job_of
-from gpu_sides import Ours, SideRun, run_side
+from gpu_runs import SideRun, run_side
+from gpu_sides import Ours
 
 
 def side_of(engine: str, options: argparse.Namespace) -> Ours:

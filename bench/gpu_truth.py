@@ -2,19 +2,20 @@
 
 Usage: python bench/gpu_truth.py --write DIR                          (where reasoning-gym is; the problems, as files)
        python bench/gpu_truth.py --model DIR --problems DIR [--tasks sum product] [--sides meshloom verl trl]
-       [--seeds 0 1 2] [--steps 60] [--peer-path PYTHONPATH] [--result curves.json]
+       [--seeds 0 1 2] [--steps 40] [--peer-path PYTHONPATH] [--result curves.json]
 
 The problems are two reasoning-gym tasks that a small model half knows (``TASKS``), written beforehand as files, so that
 the machine with the GPU needs no reasoning-gym. Their answers are numbers, and their verifiers compare exactly: the reward
 is 1 if the last number of the response is the answer. A step is 64 prompts × 8 samples of at most 64 tokens; accuracy is
-greedy, on 256 held-out problems. verl and TRL get the same model, prompts, samples, learning rate and number of seeds.
-verl validates itself; TRL's trained model is saved and judged by ``meshloom eval``. The curves go to a JSON file; the
-last line is the gain in accuracy over that of the first peer.
+greedy, on 256 held-out problems, as the task draws them: no question of theirs is trained on. verl and TRL get the same
+model, prompts, samples, learning rate and number of seeds. verl validates itself; TRL's trained model is saved and judged
+by ``meshloom eval``. The curves go to a JSON file; the last line is the gain in accuracy over that of the first peer.
 """
 
 import argparse
 import json
 import math
+import random
 import shutil
 import statistics
 import subprocess
@@ -25,10 +26,11 @@ from typing import Any
 
 from gpu_common import HERE, Budget, common_arguments, console, print_ratio, print_table, versions_line
 from gpu_models import make_model, write_prompts
-from gpu_sides import Job, Ours, Side, SideRun, Trl, Verl, run_side
+from gpu_runs import SideRun, run_side
+from gpu_sides import Job, Ours, Side, Trl, Verl
 from rich.console import Console
 
-NUM_TRAIN, NUM_TEST = 4096, 256
+NUM_TRAIN, NUM_TEST, HELD_OUT_SHARE = 4096, 256, 0.1
 SIDES = ("meshloom", "meshloom-vllm", "verl", "trl")
 
 
@@ -47,17 +49,19 @@ TASKS = {
 
 
 def write_problems(folder: Path) -> None:
-    """Distinct problems of each task: no held-out one is trained on."""
+    """Problems as often as the task draws them; a question is either trained on or held out."""
     from reasoning_gym import create_dataset
 
     for short, task in TASKS.items():
-        made = create_dataset(task.name, size=3 * (NUM_TRAIN + NUM_TEST), seed=11, **task.arguments)
-        rows = list({entry["question"]: str(entry["answer"]) for entry in made}.items())
-        if len(rows) < NUM_TEST * 4:
-            raise SystemExit(f"{short}: only {len(rows)} distinct problems")
-        write_prompts(folder / short, rows[NUM_TEST : NUM_TEST + NUM_TRAIN])
-        write_prompts(folder / short, rows[:NUM_TEST], "test")
-        print(f"{folder / short}: {len(rows[NUM_TEST : NUM_TEST + NUM_TRAIN])} to train on, {NUM_TEST} held out")
+        made = create_dataset(task.name, size=2 * NUM_TRAIN, seed=11, **task.arguments)
+        rows = [(entry["question"], str(entry["answer"])) for entry in made]
+        questions = list(dict(rows))
+        held_out = set(random.Random(0).sample(questions, round(HELD_OUT_SHARE * len(questions))))
+        train = [row for row in rows if row[0] not in held_out][:NUM_TRAIN]
+        test = [row for row in rows if row[0] in held_out][:NUM_TEST]
+        write_prompts(folder / short, train)
+        write_prompts(folder / short, test, "test")
+        print(f"{folder / short}: {len(train)} to train on, {len(test)} held out ({len(dict(test))} different)")
 
 
 def side_of(name: str, options: argparse.Namespace) -> Side:
@@ -200,9 +204,9 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["meshloom"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=64, help="prompts a step, 8 samples each")
-    parser.add_argument("--lr", type=float, default=3e-6)
+    parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--validate-every", type=int, default=20)
     parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of ours, a.b=c")
     parser.add_argument("--verl-set", dest="verl_sets", action="append", default=[], help="a setting of verl's, a.b=c")
