@@ -150,7 +150,7 @@ class Ours:
             "optimizer": {"lr": job.lr},
             "validation": {"every_steps": job.validate_every, "before_training": job.validate_every > 0},
             "checkpoint": {"every_steps": 0},
-            "logging": {"loggers": [], "table": False},
+            "logging": {"table": False},
         }
 
     def run_dir(self, job: Job) -> Path:
