@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from meshloom.data.rows import Prompt
@@ -153,21 +154,15 @@ class Collector:
         prompt_length = len(prompt.ids)
         completions = [completion for completion, _, _ in parts]
         rewards = [scoring.result() for _, _, scoring in parts]
-        ids = [token for c in completions for token in (*prompt.ids, *c.ids)]
         count = len(parts)
+        read = np.zeros(prompt_length)
         return Samples(
             lengths=torch.tensor([prompt_length + len(c.ids) for c in completions]),
             tokens={
-                "ids": torch.tensor(ids),
-                "mask": torch.tensor(
-                    [own for c in completions for own in [False] * prompt_length + [True] * len(c.ids)]
-                ),
-                "sampler_logprob": torch.tensor(
-                    [value for c in completions for value in [0.0] * prompt_length + c.logprobs], dtype=torch.float32
-                ),
-                "version": torch.tensor(
-                    [v for c in completions for v in [0] * prompt_length + c.versions], dtype=torch.int32
-                ),
+                "ids": _column([part for c in completions for part in (prompt.ids, c.ids)], np.int64),
+                "mask": _column([part for c in completions for part in (read, np.ones(len(c.ids)))], np.bool_),
+                "sampler_logprob": _column([part for c in completions for part in (read, c.logprobs)], np.float32),
+                "version": _column([part for c in completions for part in (read, c.versions)], np.int32),
             },
             rows={
                 "group": torch.full((count,), draw.number),
@@ -182,6 +177,11 @@ class Collector:
                 "parts": [dict(r.parts) for r in rewards],
             },
         )
+
+
+def _column(parts: Sequence[Sequence[float] | np.ndarray], dtype: type) -> torch.Tensor:
+    """Pieces end to end, as a tensor."""
+    return torch.from_numpy(np.concatenate([np.asarray(part, dtype=dtype) for part in parts]))
 
 
 def _reason(reason: InvalidReason | None, detail: str) -> str | None:
@@ -203,26 +203,28 @@ def sample_records(samples: Samples, prompts: Sequence[Prompt], *, step: int, ki
     """Samples as the run folder's records."""
     records = []
     has_advantage = "advantage" in samples.rows
-    for i, part in enumerate(samples):
-        prompt = prompts[int(part["prompt"])]
-        versions = part["version"][len(prompt.ids) :]
+    columns = zip(samples.column("ids"), samples.column("version"), strict=True)
+    rows = {name: samples.rows[name].tolist() for name in ("prompt", "group", "reward", "valid")}
+    for i, (ids, versions) in enumerate(columns):
+        prompt = prompts[rows["prompt"][i]]
+        own = len(prompt.ids)
         records.append(
             {
                 "step": step,
                 "kind": kind,
                 "row": prompt.row.index,
-                "group": int(part["group"]),
+                "group": rows["group"][i],
                 "prompt": prompt.text,
                 "response": samples.meta["response"][i],
                 "prompt_ids": list(prompt.ids),
-                "response_ids": part["ids"][len(prompt.ids) :].tolist(),
+                "response_ids": ids[own:].tolist(),
                 "answer": prompt.row.answer,
                 "data_source": prompt.row.data_source,
-                "reward": float(part["reward"]) if bool(part["valid"]) else None,
+                "reward": rows["reward"][i] if rows["valid"][i] else None,
                 "invalid": samples.meta["invalid"][i],
-                "advantage": float(part["advantage"]) if has_advantage else None,
+                "advantage": float(samples.rows["advantage"][i]) if has_advantage else None,
                 "finish": samples.meta["finish"][i],
-                "versions": [int(versions.min()), int(versions.max())],
+                "versions": [int(versions[own:].min()), int(versions[own:].max())],
                 "parts": samples.meta["parts"][i],
             }
         )

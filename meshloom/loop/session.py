@@ -7,7 +7,8 @@ it are dropped on resume.
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,9 @@ class Session:
         self._resources = ExitStack()
         try:
             self._resources.enter_context(folder)
+            # Left before the folder is closed: what was given to be written is written.
+            self._writer = self._resources.enter_context(ThreadPoolExecutor(1, thread_name_prefix="samples"))
+            self._writing: Future[None] | None = None
             self.store = CheckpointStore(
                 folder.checkpoints, keep_last=checkpoint.keep_last, keep_best=checkpoint.keep_best
             )
@@ -128,8 +132,19 @@ class Session:
         self.loggers.log(record)
         self.display.record(record)
 
+    def log_samples(self, records: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """Make and write a step's samples while the next step runs; the step after that waits for them."""
+        self._wait_for_samples()
+        self._writing = self._writer.submit(lambda: self.folder.log_samples(records()))
+
+    def _wait_for_samples(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
     def save(self, snapshot: ModelSnapshot, cut: Cut, *, step: int, score: float | None) -> None:
         """Make a checkpoint; in the background if the settings say so."""
+        self._wait_for_samples()
         self.folder.sync()
         tensors = {**cut.tensors, **_random_states()}
 
@@ -150,6 +165,7 @@ class Session:
     def end(self, *, step: int, stopped: bool) -> int:
         """Wait for the last checkpoint, note how the run ended, write the report, say how to go on; the exit code."""
         self.store.wait()
+        self._wait_for_samples()
         state, path = RunState.STOPPED if stopped else RunState.FINISHED, self.folder.path
         self.folder.set_status(state, step=step, steps=self.steps)
         if has_records(path):
