@@ -5,8 +5,8 @@ model's gradient; recompute, padding and shared prompts computed again would not
 
 A token costs 2 operations a parameter forward, 2 backward for the gradient of its input, and 2 for that of the parameter if it
 is trained: 6, or 4 for a frozen one. N of the layers are all their parameters; N of the head is its matrix; the embedding is
-looked up and costs nothing. Attention costs 12 · layers · query width a pair of tokens of which one sees the other (Chowdhery et
-al. 2022, arXiv:2204.02311, appendix B, where both halves of the causal square count).
+looked up and costs nothing. Attention costs 12 · layers · query width a pair of tokens of which one sees the other (Chowdhery
+et al. 2022, arXiv:2204.02311, appendix B, where both halves of the causal square count).
 """
 
 from dataclasses import dataclass

@@ -130,7 +130,7 @@ class TrainedModel:
                 parts.total.backward()
             for name, value in {"loss": parts.total.detach(), **parts.stats}.items():
                 merged[name] = merged[name] + value if name in merged else value
-        if not self._gradients_checked:
+        if self.optimizer is not None and not self._gradients_checked:
             self._check_gradients()
         return merged
 
