@@ -21,7 +21,7 @@ from meshloom.plan.ledger import DERIVED, LedgerLine, longest_sample_tokens, mos
 from meshloom.plan.model_folder import ModelFolder
 
 _FLOAT32 = 4
-_SMALLEST_SLOT = 64
+_SMALLEST_SLOT, _PAGE = 64, 64
 _SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
 _GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
@@ -204,15 +204,21 @@ def _cache_line(ledger: _Memory, settings: TrainSettings | EvalSettings, shape: 
     else:
         response = settings.validation.max_response_tokens or rollout.max_response_tokens
         longest, samples = settings.data.max_prompt_tokens + response, rollout.max_sequences
-    slot = _SMALLEST_SLOT
-    while slot < longest:
-        slot *= 2
+    sequences = min(rollout.max_sequences, samples)
+    if on_gpu(settings.device):
+        slot = (-(-longest // _PAGE) + 1) * _PAGE
+        logits = sequences * shape.vocabulary * _FLOAT32
+        ledger.bytes("logits of a decode step", logits, "sequences at once × vocabulary × 4", phases="g")
+    else:
+        slot = _SMALLEST_SLOT
+        while slot < longest:
+            slot *= 2
     per_token = cache_bytes_per_token(shape, width)
     ledger.bytes("cache per token", per_token, f"2 × layers × key-value width × {width}", phases="")
-    wanted = min(rollout.max_sequences, samples) * slot * per_token
+    wanted = sequences * slot * per_token
     formula = f"sequences at once × slot of {slot} tokens × cache per token"
     if rollout.kv_cache_bytes is None and on_gpu(settings.device):
-        ledger.bytes("key-value cache", wanted, f"{formula}; at most a quarter of the GPU's free memory", phases="g")
+        ledger.bytes("key-value cache", wanted, f"{formula}; at most nine tenths of the GPU's free memory", phases="g")
     elif rollout.kv_cache_bytes is None:
         quarter = psutil.virtual_memory().available // 4
         formula = f"min(a quarter of the memory available on this machine now, {formula})"

@@ -1,0 +1,186 @@
+"""What the engine for GPUs promises beyond the contract: it shares the trainer's weights and gives its pages back.
+
+Without a GPU its kernels are replaced by the same operations in torch; ``test_paged_kernels`` holds the two together.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from meshloom.rollout import paged_engine as paged_module
+from meshloom.rollout.decode_stack import Projection, reason_against
+from meshloom.rollout.embedded import embedded_engine
+from meshloom.rollout.paged_engine import PagedEngine
+from meshloom.rollout.pages import Pages
+from meshloom.rollout.step_runner import row_counts
+from meshloom.train.attention import use_layouts
+from meshloom.train.head import check_head
+from tests.models import FAMILIES, tiny_model
+from tests.test_engine import DEVICE, ask, collect, mixed_requests, paged_engine, prompt, tokens_of
+
+
+def count_pages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Pages, int]]:
+    """The pages of each generation, and how many there were, as they are made."""
+    made: list[tuple[Pages, int]] = []
+
+    class Watched(Pages):
+        def __init__(self, count: int, size: int) -> None:
+            super().__init__(count, size)
+            made.append((self, count))
+
+    monkeypatch.setattr(paged_module, "Pages", Watched)
+    return made
+
+
+@pytest.mark.parametrize("cache_tokens", [200, 320, 2000])
+def test_all_pages_come_back(monkeypatch, cache_tokens):
+    """Also when samples were set back for want of pages, or aborted, and when a prompt was kept for samples to come."""
+    made = count_pages(monkeypatch)
+    engine, _ = paged_engine("llama", max_sequences=3, kv_cache_bytes=cache_tokens * 1536)
+    collect(engine, mixed_requests())
+    stream = engine.generate(mixed_requests(), deadline_s=60)
+    next(stream)
+    engine.abort(3)
+    list(stream)
+    assert len(made) == 2
+    for pages, count in made:
+        assert pages.num_free == count <= cache_tokens // 16
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 3, 50])
+def test_tokens_do_not_depend_on_how_far_ahead_the_device_runs(steps_ahead):
+    expected = tokens_of(collect(paged_engine("qwen2")[0], mixed_requests()))
+    engine, _ = paged_engine("qwen2", steps_ahead=steps_ahead)
+    assert tokens_of(collect(engine, mixed_requests())) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_stay_the_trainers_own(family, tmp_path):
+    """Matrices are laid side by side, under the same parameters: an update in place is seen, and a file has each whole."""
+    engine, model = paged_engine(family)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    first = tokens_of(collect(engine, mixed_requests()))
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name] and torch.equal(parameter, before[name])
+    attention = model.model.layers[0].self_attn
+    assert attention.k_proj.weight.data_ptr() == attention.q_proj.weight.data_ptr() + attention.q_proj.weight.nbytes
+    check_head(model)
+    save_file({name: p.detach() for name, p in model.named_parameters() if "lm_head" not in name}, tmp_path / "x")
+    saved = load_file(tmp_path / "x")
+    assert all(torch.equal(saved[name], before[name].cpu()) for name in saved)
+    with torch.no_grad():
+        attention.v_proj.weight.mul_(-1)
+    changed = tokens_of(collect(engine, mixed_requests()))
+    assert changed != first
+    with torch.no_grad():
+        attention.v_proj.weight.mul_(-1)
+    assert tokens_of(collect(engine, mixed_requests())) == first
+
+
+def test_weights_that_moved_are_found_again():
+    engine, model = paged_engine("qwen3")
+    first = tokens_of(collect(engine, mixed_requests()))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.zero_()
+    fresh = tokens_of(
+        collect(PagedEngine(model, eos_ids=(1,), max_sequences=8, kv_cache_bytes=10**8, page=16), mixed_requests())
+    )
+    assert tokens_of(collect(engine, mixed_requests())) == fresh != first
+
+
+def test_neighbours_in_one_storage_are_recognised():
+    linears = [torch.nn.Linear(4, width) for width in (3, 5)]
+    projection = Projection(linears)
+    projection.join()
+    at = linears[0].weight.data_ptr()
+    projection.join()
+    assert linears[0].weight.data_ptr() == at
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(projection(x), torch.cat([linear(x) for linear in linears], 1))
+
+
+def test_adapters_take_part():
+    base = tiny_model("qwen3", torch.float32 if DEVICE == "cuda" else torch.float64).to(DEVICE)
+    use_layouts(base)
+    options = {"eos_ids": (), "kv_cache_bytes": 10**7, "page": 16}
+    requests = [ask(0, prompt(6), seeds=[1, 2])]
+    before = tokens_of(collect(PagedEngine(base, **options), requests))
+    wrapped = get_peft_model(base, LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear"))
+    wrapped.train()
+    engine = PagedEngine(wrapped, **options)
+    assert tokens_of(collect(engine, requests)) == before
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3, generator=torch.Generator(weight.device).manual_seed(0))
+    adapted = tokens_of(collect(engine, requests))
+    assert adapted != before
+    merged = wrapped.merge_and_unload()
+    assert tokens_of(collect(PagedEngine(merged, **options), requests)) == adapted
+
+
+def test_weights_that_are_not_finite_stop_the_generation():
+    engine, model = paged_engine("llama")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="not finite"):
+        collect(engine, [ask(0, prompt(4))])
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1.0)
+    collect(engine, [ask(0, prompt(4))])
+
+
+def test_a_family_of_another_form_is_named_and_gets_the_other_engine():
+    assert all(reason_against(tiny_model(family)) is None for family in FAMILIES)
+    config = Qwen2Config(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    narrow = AutoModelForCausalLM.from_config(config)
+    assert "width 12" in reason_against(narrow)
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    moving = AutoModelForCausalLM.from_config(
+        Qwen2Config(**{**config.to_dict(), "hidden_size": 64, "rope_parameters": rope})
+    )
+    assert "dynamic" in reason_against(moving)
+    use_layouts(narrow)
+    engine = embedded_engine(narrow, eos_ids=(), max_sequences=2, kv_cache_bytes=None, prefill_tokens=64, decode=None)
+    assert type(engine).__name__ == "TorchEngine"
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1100))
+def test_a_number_of_rows_has_a_step_that_is_not_much_larger(rows):
+    counts = row_counts(1100)
+    assert counts == sorted(set(counts)) and counts[-1] == 1100
+    size = next(count for count in counts if count >= rows)
+    assert size <= max(2 * rows - 1, 8) if rows < 32 else size <= rows * 1.5
+    assert len(counts) < 32
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30))
+def test_pages_are_neither_lost_nor_given_twice(steps):
+    pages, held = Pages(12, 16), []
+    for take, number in steps:
+        if take and number <= pages.num_free:
+            held.append(pages.take(number))
+        elif not take and held:
+            pages.release(held.pop(number % len(held)))
+        taken = [page for own in held for page in own]
+        assert len(taken) == len(set(taken)) and pages.num_free == 12 - len(taken)
+    if held:
+        pages.share(held[0])
+        pages.release(held[0])
+        assert pages.num_freed_by(held[0]) == len(held[0])
