@@ -1,5 +1,7 @@
 """Tiny models of each supported family, with random weights, for tests."""
 
+from typing import Any
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -27,18 +29,22 @@ _SHAPE = {
 }
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS = {
-    "llama": lambda: LlamaConfig(**_SHAPE),
-    "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**_SHAPE),
-    "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=8),
-    "gemma3": lambda: Gemma3TextConfig(
-        **_SHAPE, sliding_window=8, layer_types=_SLIDING, query_pre_attn_scalar=16, final_logit_softcapping=5.0
+    "llama": lambda **changes: LlamaConfig(**{**_SHAPE, **changes}),
+    "qwen2": lambda **changes: Qwen2Config(**{**_SHAPE, **changes}, tie_word_embeddings=True),
+    "qwen3": lambda **changes: Qwen3Config(**{**_SHAPE, **changes}),
+    "mistral": lambda **changes: MistralConfig(**{**_SHAPE, **changes}, sliding_window=8),
+    "gemma3": lambda **changes: Gemma3TextConfig(
+        **{**_SHAPE, **changes},
+        sliding_window=8,
+        layer_types=_SLIDING,
+        query_pre_attn_scalar=16,
+        final_logit_softcapping=5.0,
     ),
 }
 FAMILIES = list(CONFIGS)
 
 
-def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A model of three layers, in eval mode, with transformers' own attention."""
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A model of three layers, in eval mode, with transformers' own attention; ``changes`` are to its configuration."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[family]()).to(dtype).eval()
+    return AutoModelForCausalLM.from_config(CONFIGS[family](**changes)).to(dtype).eval()

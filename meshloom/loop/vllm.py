@@ -8,7 +8,7 @@ from pathlib import Path
 from meshloom.config.settings import RolloutSettings
 from meshloom.rollout.kv_cache import quarter_of_free_bytes
 from meshloom.rollout.stopping import Decode
-from meshloom.rollout.vllm_build import VllmOptions
+from meshloom.rollout.vllm_build import VllmOptions, open_vllm
 from meshloom.rollout.vllm_engine import VllmEngine
 from meshloom.train.model import TrainedModel
 from meshloom.weights.feed import TrainerFeed
@@ -45,4 +45,5 @@ def vllm_engine(
         sleep=settings.sleep,
         arguments=settings.arguments,
     )
-    return VllmEngine(options, feed=TrainerFeed(model, settings.max_probe_gap), eos_ids=eos_ids, decode=decode)
+    feed = TrainerFeed(model, settings.max_probe_gap)
+    return VllmEngine(open_vllm(options), feed=feed, eos_ids=eos_ids, decode=decode)

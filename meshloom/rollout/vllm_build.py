@@ -30,6 +30,7 @@ _OURS = {
     "seed": "seed",
     "max_num_seqs": "rollout.max_sequences",
     "max_num_batched_tokens": "rollout.prefill_tokens",
+    "enable_chunked_prefill": "rollout.prefill_tokens",
     "kv_cache_memory_bytes": "rollout.kv_cache_bytes",
     "max_model_len": "rollout.vllm.max_model_len",
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
@@ -56,7 +57,7 @@ class VllmOptions:
         device: the processor, or the first GPU that this process sees.
         max_sequences: sequences decoded at once.
         max_model_len: longest prompt and response together, in tokens.
-        prefill_tokens: tokens computed in one pass at most.
+        prefill_tokens: tokens computed in one pass at most; on the processor prompts are never cut.
         kv_cache_bytes: bytes of the key-value cache; none: what ``gpu_memory_utilization`` leaves.
         gpu_memory_utilization: share of the GPU's memory for weights and cache.
         enforce_eager: without compiling and graphs.
@@ -101,7 +102,24 @@ def check_vllm(arguments: Mapping[str, Any]) -> None:
             raise UserError(f"vLLM has no argument {name}", where=where, fix=fix)
 
 
-def open_vllm(options: VllmOptions) -> "LLMEngine":
+@dataclass(frozen=True)
+class OpenVllm:
+    """vLLM, started.
+
+    Args:
+        llm: the engine.
+        options: it was opened with.
+    """
+
+    llm: "LLMEngine"
+    options: VllmOptions
+
+    def close(self) -> None:
+        """End it and free what it holds."""
+        self.llm.engine_core.shutdown()
+
+
+def open_vllm(options: VllmOptions) -> OpenVllm:
     """Start vLLM in this process, with placeholder weights.
 
     Raises:
@@ -119,7 +137,7 @@ def open_vllm(options: VllmOptions) -> "LLMEngine":
     devices = [options.device] if options.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         try:
-            return LLMEngine.from_engine_args(_engine_args()(**_arguments(options)))
+            return OpenVllm(LLMEngine.from_engine_args(_engine_args()(**_arguments(options))), options)
         except ValueError as error:  # what vLLM raises for arguments and memory that do not fit, pydantic's included
             raise UserError("vLLM refuses to start", where="rollout.vllm", why=str(error)) from error
 
@@ -139,6 +157,11 @@ def _engine_args() -> type:
 
 
 def _arguments(options: VllmOptions) -> dict[str, Any]:
+    # A pass holds a token of every running sequence, and vLLM wants room for them.
+    prefill_tokens, chunked = max(options.prefill_tokens, options.max_sequences), True
+    if options.device.type == "cpu":
+        # vLLM cannot take back a draw of a seeded sample there, as it does after each piece but the last of a prompt.
+        prefill_tokens, chunked = max(prefill_tokens, options.max_model_len), False
     return {
         "model": str(options.model_path),
         "skip_tokenizer_init": True,
@@ -150,8 +173,8 @@ def _arguments(options: VllmOptions) -> dict[str, Any]:
         "seed": options.seed % 2**31,
         "max_num_seqs": options.max_sequences,
         "max_model_len": options.max_model_len,
-        # A pass holds a token of every running sequence, and vLLM wants room for them.
-        "max_num_batched_tokens": max(options.prefill_tokens, options.max_sequences),
+        "max_num_batched_tokens": prefill_tokens,
+        "enable_chunked_prefill": chunked,
         "kv_cache_memory_bytes": options.kv_cache_bytes,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "enforce_eager": options.enforce_eager,
@@ -165,13 +188,12 @@ class VllmReceiver:
     """vLLM's model as what receives weights: see ``meshloom.weights.movement.Receiver``.
 
     Args:
-        llm: the engine.
-        device: that it runs on.
+        opened: vLLM.
     """
 
-    def __init__(self, llm: "LLMEngine", device: torch.device) -> None:
-        self._llm = llm
-        self.keeps_layout = device.type == "cuda"
+    def __init__(self, opened: OpenVllm) -> None:
+        self._llm = opened.llm
+        self.keeps_layout = opened.options.device.type == "cuda"
         """On the processor vLLM packs matrices for its kernels; their parameters are then empty."""
 
     def model(self) -> nn.Module:

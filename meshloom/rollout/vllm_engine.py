@@ -16,15 +16,10 @@ from typing import Protocol
 import torch
 
 from meshloom.rollout.protocol import Completion, FinishReason, Request
+from meshloom.rollout.requests import check_requests
 from meshloom.rollout.stopping import Decode, StopRule
-from meshloom.rollout.vllm_build import VllmOptions, VllmReceiver, open_vllm
-from meshloom.rollout.vllm_requests import (
-    RunningSample,
-    check_requests,
-    finish_reason,
-    token_logprobs,
-    vllm_params,
-)
+from meshloom.rollout.vllm_build import OpenVllm, VllmReceiver
+from meshloom.rollout.vllm_requests import RunningSample, finish_reason, require_possible, token_logprobs, vllm_params
 
 TokenLogprobs = Callable[[Sequence[Sequence[int]]], list[list[float]]]
 
@@ -45,38 +40,32 @@ class VllmEngine:
     """vLLM behind the protocol of engines.
 
     Args:
-        options: how vLLM is opened.
+        opened: vLLM, which this engine alone may use.
         feed: brings the weights: before the first sample, and at each ``load_weights``.
         eos_ids: tokens that end a sample.
         decode: from token ids to text, for stop strings.
 
     ``generated_tokens``, ``prompt_tokens`` and ``cached_prompt_tokens`` (those that the prefix cache had) count since the
     start.
-
-    Raises:
-        UserError: if vLLM is not installed, or refuses to start.
     """
 
     def __init__(
-        self, options: VllmOptions, *, feed: WeightsFeed, eos_ids: tuple[int, ...], decode: Decode | None = None
+        self, opened: OpenVllm, *, feed: WeightsFeed, eos_ids: tuple[int, ...], decode: Decode | None = None
     ) -> None:
         self.version = 0
         self.generated_tokens = self.prompt_tokens = self.cached_prompt_tokens = 0
-        self._llm = open_vllm(options)
-        self._receiver, self._feed = VllmReceiver(self._llm, options.device), feed
-        self._device, self._can_sleep = options.device, options.can_sleep
+        self._llm, self._receiver, self._feed = opened.llm, VllmReceiver(opened), feed
+        self._device, self._can_sleep = opened.options.device, opened.options.can_sleep
         self._eos_ids, self._decode = eos_ids, decode
         config = self._llm.vllm_config
         self._vocabulary = config.model_config.get_vocab_size()
         self._longest = config.model_config.max_model_len
-        # The first block holds nothing.
-        self._cache_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
         # With asynchronous scheduling one step is under way when another one's tokens arrive.
         self._steps_ahead = int(bool(config.scheduler_config.async_scheduling))
         self._keys = count()
         self._running: dict[str, RunningSample] | None = None
         self._aborted: set[int] = set()
-        self._asleep = self._generating = False
+        self._asleep = False
         self._stale = True
         """Whether the weights in vLLM are not the trainer's: placeholders, or gone in sleep."""
 
@@ -94,13 +83,8 @@ class VllmEngine:
         """
         if self._asleep:
             raise RuntimeError("the engine sleeps; call wake() before generate()")
-        check_requests(
-            requests,
-            vocabulary=self._vocabulary,
-            decode=self._decode,
-            longest=self._longest,
-            cache_tokens=self._cache_tokens,
-        )
+        check_requests(requests, vocabulary=self._vocabulary, can_decode=self._decode is not None)
+        require_possible(requests, longest=self._longest)
         return self._generate(requests, time.monotonic() + deadline_s)
 
     def abort(self, request_id: int) -> None:
@@ -186,11 +170,6 @@ class VllmEngine:
             "cached_prompt_tokens": self.cached_prompt_tokens,
         }
 
-    def close(self) -> None:
-        """End vLLM and free what it holds. The engine is of no use after."""
-        self._llm.engine_core.shutdown()
-        del self._llm, self._receiver
-
     @property
     def _salt(self) -> str:
         return f"version {self.version}"
@@ -218,11 +197,14 @@ class VllmEngine:
         self._running = running
         self._aborted.clear()
         try:
-            for wave in self._waves(requests):
+            waves = self._waves(requests)
+            for number, wave in enumerate(waves, start=1):
                 for sample in wave:
                     self._submit(running, sample)
                 while running:
                     ended = self._advance(running, deadline)
+                    if not running and number == len(waves):
+                        self._running = None  # the last samples are handed out by an engine that is free
                     yield from [sample.completion(reason) for sample, reason in ended]
         finally:
             self._take_out(list(running))
@@ -240,7 +222,8 @@ class VllmEngine:
         if self._device.type == "cuda":
             return [samples]
         greedy = [sample for sample in samples if sample.request.params.temperature == 0]
-        return [[sample for sample in samples if sample.request.params.temperature != 0], greedy]
+        others = [sample for sample in samples if sample.request.params.temperature != 0]
+        return [wave for wave in (others, greedy) if wave]
 
     def _submit(self, running: dict[str, RunningSample], sample: RunningSample) -> None:
         from vllm.inputs import tokens_input

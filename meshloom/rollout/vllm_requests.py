@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshloom.config.errors import UserError
 from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
-from meshloom.rollout.stopping import Decode, StopRule
+from meshloom.rollout.stopping import StopRule
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmParams
@@ -122,33 +122,26 @@ def token_logprobs(flat: Any) -> list[float]:
     return [flat.logprobs[start] for start in flat.start_indices]
 
 
-def check_requests(
-    requests: Sequence[Request], *, vocabulary: int, decode: Decode | None, longest: int, cache_tokens: int
-) -> None:
-    """Refuse what cannot be asked, before any work.
+def require_possible(requests: Sequence[Request], *, longest: int) -> None:
+    """Refuse what vLLM would never answer, or answer in another way than it is asked.
 
     Args:
-        requests: to be generated together.
-        vocabulary: tokens of the model.
-        decode: from ids to text, if the engine has it.
-        longest: prompt and response together, in tokens, at most.
-        cache_tokens: tokens that the key-value cache holds.
+        requests: to be generated.
+        longest: prompt and response together, in tokens, at most; the cache holds at least one such sequence.
 
     Raises:
-        ValueError: if a request is malformed.
-        UserError: if it can never be answered, or vLLM would sample it in another way than it says.
+        UserError: with the numbers.
     """
-    if len({request.id for request in requests}) != len(requests):
-        raise ValueError("two requests have the same id")
     for request in requests:
-        if not len(request.prompt_ids) or not len(request.seeds):
-            raise ValueError(f"request {request.id} has no prompt or no seeds")
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocabulary:
-            raise ValueError(f"request {request.id} has token ids outside the model's 0 to {vocabulary - 1}")
-        if request.params.stop_strings and decode is None:
-            raise UserError("stop strings need an engine that can decode", fix="give the engine a tokenizer's decode")
         _check_params(request.params)
-        _check_length(request, longest, cache_tokens)
+        prompt, response = len(request.prompt_ids), request.params.max_tokens
+        if prompt + response > longest:
+            raise UserError(
+                f"a sequence of {prompt} prompt tokens and up to {response} generated ones does not fit vLLM",
+                where="rollout.vllm.max_model_len",
+                why=f"it was opened for sequences of up to {longest:,} tokens",
+                fix=f"max_model_len of at least {prompt + response}, or shorter prompts or responses",
+            )
 
 
 def _check_params(params: SamplingParams) -> None:
@@ -165,18 +158,3 @@ def _check_params(params: SamplingParams) -> None:
             why="it applies min-p before top-p: the share that top-p keeps would be another one",
             fix="use one of them, or rollout.engine=torch",
         )
-
-
-def _check_length(request: Request, longest: int, cache_tokens: int) -> None:
-    prompt, response = len(request.prompt_ids), request.params.max_tokens
-    if prompt + response <= min(longest, cache_tokens):
-        return
-    where, bound = "rollout.vllm.max_model_len", f"{longest:,} tokens are the longest sequence vLLM was opened for"
-    if cache_tokens < longest:
-        where, bound = "rollout.kv_cache_bytes", f"the key-value cache holds {cache_tokens:,} tokens"
-    raise UserError(
-        f"a sequence of {prompt} prompt tokens and up to {response} generated ones does not fit vLLM",
-        where=where,
-        why=bound,
-        fix=f"room for at least {prompt + response:,} tokens, or shorter prompts or responses",
-    )
