@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from meshloom.config.errors import UserError
 from meshloom.plan.compute import NotPossible, choose_attention
 from meshloom.train.attention import PackedAttention, kernel_for
-from meshloom.train.attention_kernels import Bounds, varlen_kernel
+from meshloom.train.attention_kernels import Bounds, flash_attn_kernel, varlen_kernel
 from meshloom.train.sharing import Computed, SharedAttention
 from tests.test_train_sharing import make_groups
 
@@ -93,3 +93,26 @@ def test_torch_has_the_kernel_in_the_form_it_is_called_in() -> None:
     assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
     assert {"scale", "window_size"} <= parameters.keys()
     assert callable(varlen_kernel())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels compute on a GPU")
+@pytest.mark.parametrize("name", ["varlen", "flash_attn"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_kernels_of_a_gpu_equal_plain_attention(name: str, window: int | None) -> None:
+    """Grouped heads, queries that are the last tokens of their samples or none at all, and gradients."""
+    kernel = {"varlen": varlen_kernel, "flash_attn": flash_attn_kernel}[name]()
+    if kernel is None:
+        pytest.skip("flash-attn is not installed")
+    bounds = Bounds([7, 0, 3, 300, 1]), Bounds([7, 12, 9, 300, 40])
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((311, H, 64), (368, K, 64), (368, K, 64))
+    rows = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    weight = torch.randn(shapes[0], generator=generator)
+    found = []
+    for device, dtype, attend in (("cuda", torch.bfloat16, kernel), ("cpu", torch.float64, plain_kernel)):
+        given = [x.to(device, dtype).requires_grad_() for x in rows]
+        out = attend(*given, *bounds, scale=0.125, window=window)
+        (out * weight.to(device, dtype)).sum().backward()
+        found.append([x.detach().double().cpu() for x in (out, *(g.grad for g in given))])
+    for ours, exact in zip(*found, strict=True):
+        assert (ours - exact).norm() <= 0.01 * exact.norm()

@@ -10,7 +10,7 @@ versions and lies inside what is compiled in some.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,11 @@ class LayerPasses:
             )
         norms = [child for name, child in decoder.named_children() if "norm" in name] if compiled else []
         kinds = {type(module) for module in (*self._layers, *norms)}
-        forwards = {kind: _compile(kind.forward, backend) if compiled else kind.forward for kind in kinds}
+        # One function for all layers of a kind: the layer is its first argument, and its weights are inputs of the code.
+        forwards = {
+            kind: torch.compile(kind.forward, dynamic=True, backend=backend) if compiled else kind.forward
+            for kind in kinds
+        }
         self._runs = [(layer, self._run_of(layer, forwards[type(layer)])) for layer in self._layers]
         self._runs += [(norm, partial(forwards[type(norm)], norm)) for norm in norms]
 
@@ -80,7 +84,8 @@ class LayerPasses:
         for module, run in self._runs:
             module.forward = run
         try:
-            yield
+            with _limits(self._compiled):
+                yield
         except _compile_errors(self._compiled) as error:
             said = [line.strip() for line in str(error).splitlines() if line.strip()]
             why = " ".join(said[:2]) or type(error).__name__
@@ -92,19 +97,17 @@ class LayerPasses:
                 del module.forward
 
 
-def _compile(forward: Callable, backend: str | Callable) -> Callable:
-    """One function for all layers of a kind: the layer is its first argument, and its weights are inputs of the code."""
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
-    # Without this, code beyond the limit would run uncompiled and nothing would say so.
-    config.fail_on_recompile_limit_hit = True
-    return torch.compile(forward, dynamic=True, backend=backend)
-
-
 def _compile_errors(compiled: bool) -> tuple[type[Exception], ...]:
     if not compiled:
         return ()
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import InductorError
 
-    return (TorchDynamoException, InductorError)
+    return (TorchDynamoException, FailOnRecompileLimitHit, InductorError)
+
+
+def _limits(compiled: bool) -> AbstractContextManager[None]:
+    """Room for all variants inside; beyond it an error, as the code would else run uncompiled and nothing would say so."""
+    if not compiled:
+        return nullcontext()
+    return torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS, fail_on_recompile_limit_hit=True)
