@@ -36,7 +36,7 @@ def add_rms_norm_kernel(
     tl.store(out_ptr + start + col, normed.to(x.dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])  # one compilation for all layers
 def rope_store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, position_ptr, place_ptr, pool_ptr, q_norm_ptr, k_norm_ptr,
     eps, layer,
@@ -88,7 +88,7 @@ def rope_store_kernel(
         tl.store(to + half, high, mask=(head >= H) & there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])  # one compilation for all layers
 def decode_attention_kernel(
     qkv_ptr, out_ptr, partial_ptr, stat_ptr, pool_ptr, table_ptr, seen_ptr,
     scale, layer, table_stride, window,
