@@ -1,6 +1,6 @@
 """Log-probabilities and entropy of many tokens over a large vocabulary, against whole logits.
 
-Usage: python bench/gpu_logprobs.py [--tokens 65536] [--size 0.5b] [--tiny]
+Usage: python bench/gpu_logprobs.py [--tokens 65536] [--size 0.5b] [--chunk-mib 128 256 512] [--profile] [--tiny]
 
 Ours is ``logprobs_and_entropy`` as training uses it, with the chunk size of its settings. Backward gives the gradients of the
 hidden states and of the head's weight. Whole logits are made in the same arithmetic (bfloat16 product, float32 after it) for so
@@ -20,7 +20,7 @@ import meshloom  # noqa: F401  sets the process up before torch is imported
 import torch
 from gpu_common import console, print_ratio, print_table, seconds_of, versions_line
 from gpu_models import SHAPES
-from gpu_train_pass import DEVICE, TINY_VOCABULARY
+from gpu_train_pass import DEVICE, TINY_VOCABULARY, show_profile
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -29,8 +29,10 @@ from meshloom.config.settings import ModelSettings
 from meshloom.plan.compute import logits_chunk_bytes
 from meshloom.train.head import OutputHead
 from meshloom.train.logprobs import logprobs_and_entropy
+from meshloom.train.products import way_to_add
 
 CHUNK_BYTES = logits_chunk_bytes(ModelSettings(path="-"), gpu=DEVICE.type == "cuda")
+"""As runs have it by default."""
 
 
 class Case:
@@ -61,11 +63,11 @@ class Case:
             self.targets_N = torch.randint(0, config.vocab_size, (tokens,))
             self.grad_N = torch.randn(tokens)
 
-    def ours(self) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(self.head, self.hidden_ND, self.targets_N, temperature=1.0, chunk_bytes=CHUNK_BYTES)
+    def ours(self, chunk_bytes: int = CHUNK_BYTES) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropy(self.head, self.hidden_ND, self.targets_N, temperature=1.0, chunk_bytes=chunk_bytes)
 
-    def ours_and_gradients(self) -> tuple[Tensor, Tensor]:
-        logprob_N, _ = self.ours()
+    def ours_and_gradients(self, chunk_bytes: int = CHUNK_BYTES) -> tuple[Tensor, Tensor]:
+        logprob_N, _ = self.ours(chunk_bytes)
         return torch.autograd.grad(logprob_N, (self.hidden_ND, self.head.weight), self.grad_N)
 
     def whole(self, *, entropy: bool, gradients: bool) -> list[Tensor]:
@@ -121,12 +123,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--at-once", type=int, default=8192, help="tokens that whole logits are made of at a time")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--chunk-mib", type=int, nargs="*", default=[], help="other chunk sizes, timed too")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of our forward and backward")
     given = parser.parse_args()
     if given.tiny:
         given.size, given.tokens, given.at_once, given.repeats = "tiny", 512, 256, 3
     case, out = Case(given.size, given.tokens, given.at_once), console()
     out.print(versions_line())
     check(case)
+    if DEVICE.type == "cuda":
+        out.print(f"products are added to the float32 total by: {way_to_add(DEVICE, case.head.weight.dtype)}")
+    if given.profile:
+        show_profile(case.ours_and_gradients)
     sides: dict[str, Callable[[], object]] = {
         "ours, forward": lambda: _without_gradient(case.ours),
         "whole logits, forward": lambda: _without_gradient(lambda: case.whole(entropy=True, gradients=False)),
@@ -135,6 +143,8 @@ def main() -> None:
         "whole logits, forward and backward": lambda: case.whole(entropy=True, gradients=True),
         "the same without its entropy": lambda: case.whole(entropy=False, gradients=True),
     }
+    for mib in given.chunk_mib:
+        sides[f"ours, forward and backward, {mib} MiB"] = lambda mib=mib: case.ours_and_gradients(mib * 2**20)
     seconds = {name: seconds_of(work, given.repeats) for name, work in sides.items()}
     extra = {name: extra_bytes(work) for name, work in sides.items()}
     rows = [
@@ -143,7 +153,7 @@ def main() -> None:
     vocabulary = len(case.head.weight)
     title = f"{given.tokens:,} tokens, vocabulary {vocabulary:,}; whole logits {given.at_once:,} tokens at a time"
     print_table(out, title, ["", "ms", "extra MiB"], rows)
-    ours, whole, alone = list(sides)[3:]
+    ours, whole, alone = list(sides)[3:6]
     forward, _, forward_alone = list(sides)[:3]
     limit = extra[ours] / 2**30
     print_ratio(out, f"{given.size}, extra memory", limit, "GiB, forward and backward, gradients counted")

@@ -172,7 +172,7 @@ def head_seconds(model: TrainedModel, rows: int, repeats: int) -> float:
     return intervals(once, repeats)
 
 
-def show_profile(one_pass: Callable[[], None]) -> None:
+def show_profile(one_pass: Callable[[], object]) -> None:
     """Where the device's time goes, by kernel."""
     from torch.profiler import ProfilerActivity, profile
 

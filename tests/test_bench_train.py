@@ -33,5 +33,6 @@ def test_a_training_pass_is_measured(run, arguments: tuple[str, ...]) -> None:
 
 
 def test_log_probs_are_measured_against_whole_logits(run) -> None:
-    lines = run("gpu_logprobs")
+    lines = run("gpu_logprobs", "--chunk-mib", "1")
+    assert any("ours, forward and backward, 1 MiB" in line for line in lines)
     assert re.fullmatch(r"ratio \(tiny\): \d+\.\d\d  seconds ÷ whole logits without entropy", lines[-1])
