@@ -347,3 +347,16 @@ def test_a_run_larger_than_the_machine_is_warned_about(tmp_path: Path) -> None:
     (kept,) = plan(folder, EvalSettings, f"rollout.kv_cache_bytes={10**16}").warnings
     assert (kept.code, "rollout.kv_cache_bytes" in kept.fix) == ("M005", True)
     assert plan(folder, TrainSettings, "device=cuda").warnings == ()
+
+
+def test_the_plan_says_how_the_model_computes(tmp_path: Path) -> None:
+    config = {**CONFIG, "head_dim": 64}
+    folder = make_folder(tmp_path / "m", config)
+    here, gpu = plan(folder), plan(folder, TrainSettings, "device=cuda", "batch.tokens_per_microbatch=1024")
+    assert (here.value("attention"), here.value("compiled")) == ("sdpa", "no")
+    assert gpu.value("attention") in ("varlen", "flash_attn") and gpu.value("compiled") == "yes"
+    assert gpu.value("logits") == 1024 * 10 * (4 + 2)
+    assert plan(folder, TrainSettings, "device=cuda", "model.dtype=float32").value("attention") == "sdpa"
+    assert plan(folder, TrainSettings, "model.compile=true").value("compiled") == "yes"
+    refused = plan(folder, TrainSettings, "model.attention=varlen")
+    assert [problem.code for problem in refused.problems] == ["M006"] and "not on a GPU" in str(refused.problems[0])

@@ -168,16 +168,19 @@ def _optimizer_lines(ledger: _Memory, settings: TrainSettings | SftSettings, fol
 
 
 def _update_lines(ledger: _Memory, settings: TrainSettings | SftSettings, shape: ModelShape, width: int) -> None:
-    tokens, chunk = most_microbatch_tokens(settings), logits_chunk_bytes(settings.model, gpu=on_gpu(settings.device))
+    tokens, gpu = most_microbatch_tokens(settings), on_gpu(settings.device)
     formula = "min(batch.tokens_per_microbatch, samples of an update or microbatch × longest sample)"
     origin = settings.provenance.of("batch.tokens_per_microbatch")
     line = LedgerLine(
         section="memory", name="tokens at once", value=tokens, formula=formula, source=origin, unit="tokens"
     )
     ledger.lines.append(line)
-    logits = min(chunk, tokens * shape.vocabulary * _FLOAT32)
-    origin = settings.provenance.of("model.logits_chunk_bytes")
-    formula = "min(model.logits_chunk_bytes, tokens at once × vocabulary × 4)"
+    chunk = logits_chunk_bytes(settings.model, gpu=gpu)
+    # On a GPU the bound is on logits in float32 and their gradient in the model's arithmetic, which is in place in float32.
+    each = _FLOAT32 + (width if gpu and width < _FLOAT32 else 0)
+    given = "model.logits_chunk_bytes" if settings.model.logits_chunk_bytes else f"{chunk // 2**20} MiB"
+    formula = f"min({given}, tokens at once × vocabulary × {each})"
+    logits, origin = min(chunk, tokens * shape.vocabulary * each), settings.provenance.of("model.logits_chunk_bytes")
     ledger.bytes("logits", logits, formula, phases="u", source=origin)
     layer = shape.values_per_token_and_layer
     if settings.model.gradient_checkpointing:
