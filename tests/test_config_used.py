@@ -10,7 +10,7 @@ from meshloom.config.settings import Settings
 PACKAGE = Path(meshloom.__file__).parent
 DESCRIBES = {
     PACKAGE / "plan" / name
-    for name in ("checks.py", "memory.py", "count.py", "inputs.py", "report.py", "model_folder.py")
+    for name in ("checks.py", "memory.py", "count.py", "inputs.py", "report.py", "model_folder.py", "engines.py")
 }
 """Modules that say something about settings and do nothing with them."""
 

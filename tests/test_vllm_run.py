@@ -103,7 +103,7 @@ def test_an_evaluation_samples_with_vllm_what_the_embedded_engine_samples(inputs
     [
         ("rollout.vllm.arguments.max_num_seq=3", "did you mean max_num_seqs"),
         ("rollout.vllm.arguments.max_num_seqs=3", r"rollout\.max_sequences"),
-        ("rollout.vllm.max_model_len=20", r"max_model_len of at least"),
+        ("rollout.vllm.max_model_len=20", "opened for 20"),
         ("rollout.vllm.arguments.block_size=-3", "refuses to start"),
     ],
 )

@@ -13,6 +13,7 @@ from meshloom.config.problems import Problem, require_none
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.checks import Findings, check_settings
 from meshloom.plan.compute import NotPossible, compute_ledger
+from meshloom.plan.engines import check_engine_settings
 from meshloom.plan.inputs import check_inputs
 from meshloom.plan.ledger import LedgerLine, batch_ledger, longest_sequence_tokens, sft_steps, train_steps
 from meshloom.plan.memory import (
@@ -78,6 +79,7 @@ def build_plan(settings: TrainSettings | SftSettings | EvalSettings, num_prompts
             overlong ones are dropped; none if not known yet.
     """
     found = check_settings(settings, num_prompts)
+    check_engine_settings(found, settings)
     lines = [*check_inputs(found, settings), *batch_ledger(settings, num_prompts)]
     folder = _read_model(found, settings)
     if folder is not None:

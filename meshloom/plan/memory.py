@@ -106,7 +106,10 @@ def memory_ledger(settings: TrainSettings | SftSettings | EvalSettings, folder: 
         _optimizer_lines(ledger, settings, folder, width)
         _update_lines(ledger, settings, shape, width)
     if not isinstance(settings, SftSettings):
-        _cache_line(ledger, settings, shape, width)
+        if settings.rollout.engine == "vllm":
+            _vllm_lines(ledger, settings, folder.num_parameters * width, cache_bytes_per_token(shape, width))
+        else:
+            _cache_line(ledger, settings, shape, width)
     if isinstance(settings, TrainSettings) and settings.algorithm.kl is not KlPlace.NONE:
         if settings.model.lora is None:
             ledger.bytes("reference weights", folder.num_parameters * width, f"parameters × {width}", phases="gu")
@@ -197,17 +200,40 @@ def cache_bytes_per_token(shape: ModelShape, width: int) -> int:
     return 2 * shape.num_layers * shape.key_value_width * width
 
 
-def _cache_line(ledger: _Memory, settings: TrainSettings | EvalSettings, shape: ModelShape, width: int) -> None:
+def _longest_and_sequences(settings: TrainSettings | EvalSettings) -> tuple[int, int]:
+    """Tokens of the longest sample, and samples that are generated at once."""
     rollout = settings.rollout
     if isinstance(settings, TrainSettings):
-        longest, samples = (
-            longest_sample_tokens(settings),
-            settings.batch.prompts_per_step * settings.batch.samples_per_prompt,
-        )
+        samples = settings.batch.prompts_per_step * settings.batch.samples_per_prompt
+        return longest_sample_tokens(settings), min(rollout.max_sequences, samples)
+    response = settings.validation.max_response_tokens or rollout.max_response_tokens
+    return settings.data.max_prompt_tokens + response, rollout.max_sequences
+
+
+def _vllm_lines(
+    ledger: _Memory, settings: TrainSettings | EvalSettings, weight_bytes: int, bytes_per_token: int
+) -> None:
+    """vLLM has weights of its own; with the cache they are gone while it sleeps."""
+    rollout, gpu = settings.rollout, on_gpu(settings.device)
+    phases = "g" if gpu and rollout.vllm.sleep else "gu"
+    ledger.bytes("vLLM's weights", weight_bytes, "a copy of the weights", phases=phases)
+    ledger.bytes("cache per token", bytes_per_token, "2 × layers × key-value width × bytes of a value", phases="")
+    if rollout.kv_cache_bytes is not None:
+        origin = settings.provenance.of("rollout.kv_cache_bytes")
+        ledger.bytes("key-value cache", rollout.kv_cache_bytes, "rollout.kv_cache_bytes", phases=phases, source=origin)
+    elif gpu:
+        longest, sequences = _longest_and_sequences(settings)
+        share = f"{rollout.vllm.gpu_memory_utilization:g} of the GPU's memory, vLLM's weights included"
+        formula = f"sequences at once × {longest} tokens × cache per token; vLLM takes {share}"
+        ledger.bytes("key-value cache", sequences * longest * bytes_per_token, formula, phases=phases)
     else:
-        response = settings.validation.max_response_tokens or rollout.max_response_tokens
-        longest, samples = settings.data.max_prompt_tokens + response, rollout.max_sequences
-    sequences = min(rollout.max_sequences, samples)
+        formula = "a quarter of the memory available on this machine now"
+        ledger.bytes("key-value cache", psutil.virtual_memory().available // 4, formula, phases=phases)
+
+
+def _cache_line(ledger: _Memory, settings: TrainSettings | EvalSettings, shape: ModelShape, width: int) -> None:
+    rollout = settings.rollout
+    longest, sequences = _longest_and_sequences(settings)
     if on_gpu(settings.device):
         slot = (-(-longest // _PAGE) + 1) * _PAGE
         logits = sequences * shape.vocabulary * _FLOAT32

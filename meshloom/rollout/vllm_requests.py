@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from meshloom.config.errors import UserError
+from meshloom.config.rollout_settings import VLLM_TEMPERATURES
 from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from meshloom.rollout.stopping import StopRule
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmParams
-
-_COLDEST, _HOTTEST = 0.01, 2.0
-"""Temperatures between which vLLM samples as it is told, 0 apart."""
 
 
 @dataclass
@@ -145,11 +143,12 @@ def require_possible(requests: Sequence[Request], *, longest: int) -> None:
 
 
 def _check_params(params: SamplingParams) -> None:
-    if params.temperature and not _COLDEST <= params.temperature <= _HOTTEST:
+    coldest, hottest = VLLM_TEMPERATURES
+    if params.temperature and not coldest <= params.temperature <= hottest:
         raise UserError(
             f"vLLM does not sample at a temperature of {params.temperature:g}",
             where="rollout.sampling.temperature",
-            fix=f"0, {_COLDEST:g} to {_HOTTEST:g}, or rollout.engine=torch",
+            fix=f"0, {coldest:g} to {hottest:g}, or rollout.engine=torch",
         )
     if params.min_p and params.top_p < 1 and params.temperature:
         raise UserError(
