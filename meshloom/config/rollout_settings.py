@@ -9,7 +9,6 @@ from pydantic import Field
 
 from meshloom.config.base import Count, CountOrZero, NotNegative, Positive, Settings, Share
 
-
 VLLM_TEMPERATURES = (0.01, 2.0)
 """Lowest and highest temperature at which vLLM samples as it is told, 0 apart."""
 
