@@ -98,8 +98,8 @@ class PackedAttention:
         self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
         if (kernel := kernel_for(self.choice, query_HTD)) is not None:
-            rows = (x.transpose(0, 1) for x in (query_HTD, key_KTD, value_KTD))
-            return kernel(*rows, self.bounds, self.bounds, scale=scale, window=window)
+            query_THD, key_TKD, value_TKD = (x.transpose(0, 1) for x in (query_HTD, key_KTD, value_KTD))
+            return kernel(query_THD, key_TKD, value_TKD, self.bounds, self.bounds, scale=scale, window=window)
         sizes = [length * count for length, count in self.runs]
         grouped = query_HTD.shape[0] != key_KTD.shape[0]
         if grouped and query_HTD.is_cuda:

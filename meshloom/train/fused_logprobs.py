@@ -96,12 +96,24 @@ class _FusedLogprobs(torch.autograd.Function):
         gradient = logits if weight_VD.dtype == torch.float32 else torch.empty_like(logits, dtype=weight_VD.dtype)
         for rows in blocks.of_rows():
             hidden_RD = hidden_ND[rows]
-            of_rows = [x[rows].contiguous() for x in (targets_N, lse_N, entropy_N, grad_logprob_N)]
+            targets_R, lse_R, entropy_R, grad_R = (
+                x[rows].contiguous() for x in (targets_N, lse_N, entropy_N, grad_logprob_N)
+            )
             grad_entropy_R = None if grad_entropy_N is None else grad_entropy_N[rows].contiguous()
             for part in blocks.of_vocabulary():
                 at = (slice(len(hidden_RD)), slice(part.stop - part.start))
                 put_product(logits[at], hidden_RD, weight_VD[part].T)
-                gradient_block(logits[at], gradient[at], *of_rows, grad_entropy_R, part.start, ctx.rule)
+                gradient_block(
+                    logits[at],
+                    gradient[at],
+                    targets_R,
+                    lse_R,
+                    entropy_R,
+                    grad_R,
+                    grad_entropy_R,
+                    part.start,
+                    ctx.rule,
+                )
                 totals.add(gradient[at], hidden_RD, part)
             totals.end_rows(rows)
         return (*totals.gradients(), None, None, None, None)
@@ -142,6 +154,7 @@ class _Totals:
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of the hidden states, of the weight (none where it is added up elsewhere) and of the bias."""
-        weight = self._total_VD.to(self._weight_VD.dtype) if self._returns_weight else None
+        returned = self._total_VD if self._returns_weight else None
+        weight = None if returned is None else returned.to(self._weight_VD.dtype)
         bias = None if self._total_V is None else self._total_V.to(self._bias_dtype)
         return self._hidden_ND, weight, bias

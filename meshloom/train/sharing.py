@@ -156,9 +156,16 @@ class SharedAttention:
         window: int | None,
     ) -> Tensor:
         """The same by a kernel whose queries are the last tokens of their samples."""
-        whole = (take_rows(x.transpose(0, 1), self._seen) for x in (key_KTD, value_KTD))
-        query_CHD = query_HTD.transpose(0, 1)
-        return kernel(query_CHD, *whole, self._queries, self._packed.bounds, scale=scale, window=window)
+        key_AKD, value_AKD = (take_rows(x.transpose(0, 1), self._seen) for x in (key_KTD, value_KTD))
+        return kernel(
+            query_HTD.transpose(0, 1),
+            key_AKD,
+            value_AKD,
+            self._queries,
+            self._packed.bounds,
+            scale=scale,
+            window=window,
+        )
 
 
 def pack_samples(
