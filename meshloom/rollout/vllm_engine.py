@@ -207,9 +207,16 @@ class VllmEngine:
                         self._running = None  # the last samples are handed out by an engine that is free
                     yield from [sample.completion(reason) for sample, reason in ended]
         finally:
+            self._end(running)
+
+    def _end(self, running: dict[str, RunningSample]) -> None:
+        """Take what still runs out of vLLM, with the step that is under way, whose memory a sleep would take."""
+        if running:
             self._take_out(list(running))
-            if self._running is running:
-                self._running = None
+        for _ in range(2 * self._steps_ahead):
+            self._llm.step()
+        if self._running is running:
+            self._running = None
 
     def _waves(self, requests: Sequence[Request]) -> list[list[RunningSample]]:
         """Samples that are in vLLM at the same time: all of them. On the processor greedy ones come apart from the others:
