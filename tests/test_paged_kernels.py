@@ -66,19 +66,19 @@ def on(slots: Slots, device: torch.device) -> Slots:
 @pytest.mark.parametrize("width", [64, 100, 896])
 def test_norms(random, gemma, width):
     kind = NormKind(1e-5, gemma)
-    x, residual, weight = (
-        normal(5, width, random=random),
-        normal(5, width, random=random),
-        normal(width, random=random),
-    )
-    mine, theirs = residual.to(DEVICE, copy=True), residual.clone()
-    ours = TritonOps(DEVICE)
-    torch.testing.assert_close(
-        ours.rms_norm(x.to(DEVICE), weight.to(DEVICE), kind).cpu(), TorchOps().rms_norm(x, weight, kind)
-    )
-    found = ours.add_rms_norm(x.to(DEVICE), mine, weight.to(DEVICE), kind).cpu()
-    torch.testing.assert_close(found, TorchOps().add_rms_norm(x, theirs, weight, kind))
-    torch.testing.assert_close(mine.cpu(), theirs)
+    x, y, residual = normal(3, 5, width, random=random)
+    weight = normal(width, random=random)
+    results = []
+    for ops, device in ((TorchOps(), CPU), (TritonOps(DEVICE), DEVICE)):
+        a, b, c, w = (tensor.to(device, copy=True) for tensor in (x, y, residual, weight))
+        found = [ops.rms_norm(a, w, kind), ops.norm_of_sum(c, a, w, kind)]
+        torch.testing.assert_close(c.cpu(), residual, rtol=0, atol=0)
+        found.append(ops.norm_of_kept_sum(c, a, b, w, kind))
+        found.append(ops.norm_of_kept_sum(c, a, b, w, kind))
+        results.append([tensor.cpu() for tensor in (*found, c)])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(results[0][-1], residual + 2 * (x + y))
 
 
 @pytest.mark.parametrize("is_gelu", [False, True])

@@ -219,10 +219,10 @@ class DecodeStack:
             qkv = layer.qkv(x)
             rope = self._ropes[layer.kind]
             self._ops.rope_store(qkv, self.shape, rope, positions_T, places_T, pool, number, layer.norms, keep_key)
-            x = self._after(layer.out(attend(number, qkv)), layer.norm_after_attention)
-            x = self._ops.add_rms_norm(x, residual, layer.norm_before_mlp, self._norm)
-            x = layer.down(self._ops.gated(layer.gate_up(x), self._is_gelu))
-            x = self._ops.add_rms_norm(self._after(x, layer.norm_after_mlp), residual, norm_next, self._norm)
+            seen = self._after(layer.out(attend(number, qkv)), layer.norm_after_attention)
+            x = self._ops.norm_of_sum(residual, seen, layer.norm_before_mlp, self._norm)
+            x = self._after(layer.down(self._ops.gated(layer.gate_up(x), self._is_gelu)), layer.norm_after_mlp)
+            x = self._ops.norm_of_kept_sum(residual, seen, x, norm_next, self._norm)
         return x
 
     def _after(self, x: Tensor, weight: Tensor | None) -> Tensor:

@@ -17,23 +17,40 @@ _LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, E, ADD: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr
-):
-    """A row: ``residual += x`` (with ADD), then its root-mean-square norm into ``out``."""
+def _layer_of(pool_ptr, layer, kind: tl.constexpr):
+    """Address of a layer's pages. Without the hint, loads from an address that was itself loaded are of one value each."""
+    return tl.multiple_of(tl.load(pool_ptr + layer).to(tl.pointer_type(kind)), 16)
+
+
+@triton.jit
+def sum_rms_norm_kernel(
+    x_ptr, y_ptr, residual_ptr, weight_ptr, out_ptr, eps, E,
+    NUM: tl.constexpr, KEEP: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row: the root-mean-square norm of ``residual``, plus ``x`` (NUM 1), plus ``y`` (NUM 2).
+
+    With KEEP the sum is rounded, becomes ``residual``, and its norm is taken; without, the norm is that of the sum before
+    rounding. So it is in a compiled layer of the trainer, where only what leaves the layer is rounded.
+    """
     start = tl.program_id(0).to(tl.int64) * E
     col = tl.arange(0, BLOCK)
     inside = col < E
-    x = tl.load(x_ptr + start + col, mask=inside, other=0.0)
-    if ADD:
-        residual = tl.load(residual_ptr + start + col, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(residual_ptr + start + col, x, mask=inside)
-    wide = x.to(tl.float32)
+    residual = tl.load(residual_ptr + start + col, mask=inside, other=0.0)
+    wide = residual.to(tl.float32)
+    if NUM > 0:
+        wide += tl.load(x_ptr + start + col, mask=inside, other=0.0).to(tl.float32)
+    if NUM > 1:
+        wide += tl.load(y_ptr + start + col, mask=inside, other=0.0).to(tl.float32)
+    if KEEP:
+        kept = wide.to(residual.dtype)
+        tl.store(residual_ptr + start + col, kept, mask=inside)
+        wide = kept.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
     weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
-    normed = wide * scale * (1.0 + weight) if GEMMA else (wide * scale).to(x.dtype).to(tl.float32) * weight
-    tl.store(out_ptr + start + col, normed.to(x.dtype), mask=inside)
+    normed = wide * scale
+    if GEMMA:
+        weight += 1.0
+    tl.store(out_ptr + start + col, (normed * weight).to(residual.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["layer"])  # one compilation for all layers
@@ -65,11 +82,10 @@ def rope_store_kernel(
         high_weight = tl.where(head < H, tl.load(q_norm_ptr + half + lane), tl.load(k_norm_ptr + half + lane))
         high_weight = high_weight.to(tl.float32)
         if GEMMA:
-            low_wide = (low_wide * scale * (1.0 + low_weight)).to(kind).to(tl.float32)
-            high_wide = (high_wide * scale * (1.0 + high_weight)).to(kind).to(tl.float32)
-        else:
-            low_wide = ((low_wide * scale).to(kind).to(tl.float32) * low_weight).to(kind).to(tl.float32)
-            high_wide = ((high_wide * scale).to(kind).to(tl.float32) * high_weight).to(kind).to(tl.float32)
+            low_weight += 1.0
+            high_weight += 1.0
+        low_wide = low_wide * scale * low_weight
+        high_wide = high_wide * scale * high_weight
     position = tl.load(position_ptr + token).to(tl.int64)
     cos = tl.load(cos_ptr + position * half + lane).to(tl.float32)
     sin = tl.load(sin_ptr + position * half + lane).to(tl.float32)
@@ -82,7 +98,7 @@ def rope_store_kernel(
     place = tl.load(place_ptr + token)
     if place >= 0:
         # Key heads come first, then value heads, in the projection as in a page.
-        pool = tl.load(pool_ptr + layer).to(tl.pointer_type(qkv_ptr.dtype.element_ty))
+        pool = _layer_of(pool_ptr, layer, qkv_ptr.dtype.element_ty)
         to = pool + ((place // P) * (2 * K) + (head - H)) * (P * D) + (place % P) * D + lane
         tl.store(to, low, mask=(head >= H) & there)
         tl.store(to + half, high, mask=(head >= H) & there)
@@ -116,7 +132,7 @@ def decode_attention_kernel(
     tok = tl.arange(0, P)
     q_at = qkv_ptr + (row * (H + 2 * K) + kv_head * G) * D
     q = tl.load(q_at + g[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0)
-    pool = tl.load(pool_ptr + layer).to(tl.pointer_type(qkv_ptr.dtype.element_ty))
+    pool = _layer_of(pool_ptr, layer, qkv_ptr.dtype.element_ty)
     highest = tl.full([GP], -float("inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, D], tl.float32)
@@ -181,5 +197,4 @@ def gated_kernel(gate_up_ptr, out_ptr, F, GELU: tl.constexpr, BLOCK: tl.constexp
         act = x * tl.sigmoid(2.0 * inner)
     else:
         act = x * tl.sigmoid(x)
-    out = act.to(gate.dtype).to(tl.float32) * up
-    tl.store(out_ptr + row * F + col, out.to(gate.dtype), mask=inside)
+    tl.store(out_ptr + row * F + col, (act * up).to(gate.dtype), mask=inside)

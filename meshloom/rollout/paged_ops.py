@@ -97,8 +97,14 @@ class Ops(Protocol):
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor: ...
 
-    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
-        """``residual += x`` in place; returns its norm."""
+    def norm_of_sum(self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
+        """Norm of ``residual + x``, which is neither rounded nor kept."""
+        ...
+
+    def norm_of_kept_sum(
+        self, residual_TE: Tensor, x_TE: Tensor, y_TE: Tensor, weight_E: Tensor, kind: NormKind
+    ) -> Tensor:
+        """``residual += x + y`` in place; returns its norm."""
         ...
 
     def rope_store(
@@ -141,12 +147,15 @@ class TorchOps:
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
         wide = x_TE.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + kind.eps)
-        if kind.gemma:
-            return (normed * (1.0 + weight_E.float())).to(x_TE.dtype)
-        return normed.to(x_TE.dtype) * weight_E
+        return (normed * (weight_E.float() + kind.gemma)).to(x_TE.dtype)
 
-    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
-        residual_TE += x_TE
+    def norm_of_sum(self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
+        return self.rms_norm(residual_TE + x_TE, weight_E, kind)
+
+    def norm_of_kept_sum(
+        self, residual_TE: Tensor, x_TE: Tensor, y_TE: Tensor, weight_E: Tensor, kind: NormKind
+    ) -> Tensor:
+        residual_TE.copy_(residual_TE + x_TE + y_TE)
         return self.rms_norm(residual_TE, weight_E, kind)
 
     def rope_store(

@@ -30,17 +30,32 @@ class TritonOps:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
-        return self._norm(x_TE, None, weight_E, kind)
+        return self._norm(x_TE, (), weight_E, kind, keep=False)
 
-    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
-        return self._norm(x_TE, residual_TE, weight_E, kind)
+    def norm_of_sum(self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
+        return self._norm(residual_TE, (x_TE,), weight_E, kind, keep=False)
 
-    def _norm(self, x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, kind: NormKind) -> Tensor:
-        out = torch.empty_like(x_TE)
-        width = x_TE.shape[-1]
-        paged_kernels.add_rms_norm_kernel[(len(x_TE),)](
-            x_TE, x_TE if residual_TE is None else residual_TE, weight_E, out, kind.eps, width,
-            ADD=residual_TE is not None, GEMMA=kind.gemma, BLOCK=next_power_of_2(width),
+    def norm_of_kept_sum(
+        self, residual_TE: Tensor, x_TE: Tensor, y_TE: Tensor, weight_E: Tensor, kind: NormKind
+    ) -> Tensor:
+        return self._norm(residual_TE, (x_TE, y_TE), weight_E, kind, keep=True)
+
+    def _norm(
+        self,
+        residual_TE: Tensor,
+        terms: tuple[Tensor, ...],
+        weight_E: Tensor,
+        kind: NormKind,
+        *,
+        keep: bool,
+        rounds: bool,
+    ) -> Tensor:
+        out = torch.empty_like(residual_TE)
+        width = residual_TE.shape[-1]
+        x_TE, y_TE = (*terms, residual_TE, residual_TE)[:2]
+        paged_kernels.sum_rms_norm_kernel[(len(out),)](
+            x_TE, y_TE, residual_TE, weight_E, out, kind.eps, width,
+            NUM=len(terms), KEEP=keep, GEMMA=kind.gemma, BLOCK=next_power_of_2(width),
             num_warps=4 if width <= 4096 else 8,
         )  # fmt: skip
         return out

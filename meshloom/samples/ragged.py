@@ -109,10 +109,13 @@ class Samples:
 
     def to(self, device: torch.device | str) -> "Samples":
         """Token and sample columns on ``device``; lengths stay on the CPU."""
+        later = (
+            torch.device(device).type != "cpu"
+        )  # to the processor, a copy that is not waited for may be read too early
         return replace(
             self,
-            tokens={name: column.to(device, non_blocking=True) for name, column in self.tokens.items()},
-            rows={name: column.to(device, non_blocking=True) for name, column in self.rows.items()},
+            tokens={name: column.to(device, non_blocking=later) for name, column in self.tokens.items()},
+            rows={name: column.to(device, non_blocking=later) for name, column in self.rows.items()},
         )
 
     def __iter__(self) -> Iterator["Samples"]:
