@@ -1,6 +1,7 @@
 """Weights in real vLLM: its own loaders show where its parameters hold what, and copies alone do the rest."""
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,6 +34,9 @@ class Unpacked:
 
     def model(self) -> torch.nn.Module:
         return self.built
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.built.load_weights(tensors)
 
     def reload(self, tensors: object) -> None:
         raise AssertionError("the loaders are asked again")

@@ -83,6 +83,9 @@ class FusedReceiver:
     def model(self) -> FusedModel:
         return self.fused
 
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self.fused.load_weights(tensors)
+
     def reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         self.reloads += 1
         tied = {"lm_head.weight"} - self.fused.rows.keys()

@@ -200,6 +200,10 @@ class VllmReceiver:
         """The module whose parameters the kernels read."""
         return self._llm.apply_model(lambda model: model)[0]
 
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Load through the loaders of vLLM's model, straight into its parameters."""
+        self._llm.apply_model(lambda model: model.load_weights(tensors))
+
     def reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Load through vLLM's own loaders, into the memory that its graphs read."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})

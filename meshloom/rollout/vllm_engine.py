@@ -10,6 +10,7 @@ Its prefix cache is keyed by the weights' version, so that a prompt computed wit
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Protocol
 
@@ -174,7 +175,7 @@ class VllmEngine:
     def _salt(self) -> str:
         return f"version {self.version}"
 
-    def _kept_random_state(self) -> torch.random.fork_rng:
+    def _kept_random_state(self) -> AbstractContextManager[None]:
         """vLLM draws from this process's generators too, besides those of the samples."""
         return torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else [])
 

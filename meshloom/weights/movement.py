@@ -14,7 +14,7 @@ the log-probability probe (``probe``) is what proves the result.
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,10 @@ Tensors = Iterable[tuple[str, Tensor]]
 class Source(Protocol):
     """Gives the weights: see ``source.WeightsSource``."""
 
-    tied: Mapping[str, str]
-
     def __call__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    @property
+    def tied(self) -> Mapping[str, str]: ...
 
 
 class Receiver(Protocol):
@@ -45,11 +46,15 @@ class Receiver(Protocol):
     """Whether parameters stay as the loaders fill them; false where they are packed afterwards."""
 
     def model(self) -> nn.Module:
-        """The model, with ``load_weights``."""
+        """The module whose parameters hold the weights."""
         ...
 
-    def reload(self, tensors: Iterator[tuple[str, Tensor]]) -> Any:
-        """Load tensors through the engine's own way, packing included."""
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Let the model's own loaders put tensors into its parameters, and nothing else."""
+        ...
+
+    def reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Load tensors the engine's own way, packing included."""
         ...
 
 
@@ -147,7 +152,7 @@ class Movement:
             if self._manifest is None:
                 self._manifest = Manifest.of(self._source())
                 if receiver.keeps_layout:
-                    self._find_direct_way(receiver.model(), self._manifest)
+                    self._find_direct_way(receiver, self._manifest)
             if self.direct is not None:
                 checksum = self.direct.run_and_verify(self._source())
             else:
@@ -160,13 +165,13 @@ class Movement:
         )
         return self.last
 
-    def _find_direct_way(self, model: nn.Module, manifest: Manifest) -> None:
+    def _find_direct_way(self, receiver: Receiver, manifest: Manifest) -> None:
         """Load once through the model's own loaders, and see whether copying by what they did gives the same."""
-        table = watch_loading(model.load_weights, _checked(self._source(), manifest))
+        table = watch_loading(receiver.load, _checked(self._source(), manifest))
         self.not_direct = table.incomplete(manifest)
         if not self.not_direct:
             direct = DirectCopy(table, manifest)
-            self.not_direct = unlike_loaders(model, table, lambda: direct.run(self._source()))
+            self.not_direct = unlike_loaders(receiver.model(), table, lambda: direct.run(self._source()))
             if not self.not_direct:
                 self.direct = direct
 

@@ -6,6 +6,7 @@ receives. Always holds: the trainer's own weights are not touched; without adapt
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ def _plain_name(name: str) -> str | None:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def _adapted_layers(module: nn.Module) -> dict[str, nn.Module]:
+def _adapted_layers(module: nn.Module) -> dict[str, Any]:
     """Layers with an adapter, by the name of their base weight in the state dict."""
     if not hasattr(module, "peft_config"):
         return {}
@@ -70,7 +71,7 @@ def _adapted_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 @torch.no_grad()
-def _merged(weight: Tensor, layer: nn.Module) -> Tensor:
+def _merged(weight: Tensor, layer: Any) -> Tensor:
     """``weight + scale · B · A``, added in float32, in the weight's dtype."""
     down, up = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
     return torch.addmm(weight.float(), up, down, alpha=layer.scaling[_ADAPTER]).to(weight.dtype)
