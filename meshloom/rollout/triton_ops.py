@@ -41,14 +41,7 @@ class TritonOps:
         return self._norm(residual_TE, (x_TE, y_TE), weight_E, kind, keep=True)
 
     def _norm(
-        self,
-        residual_TE: Tensor,
-        terms: tuple[Tensor, ...],
-        weight_E: Tensor,
-        kind: NormKind,
-        *,
-        keep: bool,
-        rounds: bool,
+        self, residual_TE: Tensor, terms: tuple[Tensor, ...], weight_E: Tensor, kind: NormKind, *, keep: bool
     ) -> Tensor:
         out = torch.empty_like(residual_TE)
         width = residual_TE.shape[-1]
