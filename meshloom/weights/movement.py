@@ -116,6 +116,8 @@ class DirectCopy:
 
     def _copied(self, tensors: Tensors) -> Iterator[tuple[list[str], list[Tensor], list[Tensor]]]:
         """Names, parts and their places of each bucket, once it is copied."""
+        for target, value in self.table.fills:
+            target.fill_(value)
         for bucket in _buckets(_checked(tensors, self.manifest)):
             placed = [(name, place, tensor) for name, tensor in bucket for place in self.table.places[name]]
             parts = [place.part(tensor) for _, place, tensor in placed]
@@ -171,7 +173,7 @@ class Movement:
         self.not_direct = table.incomplete(manifest)
         if not self.not_direct:
             direct = DirectCopy(table, manifest)
-            self.not_direct = unlike_loaders(receiver.model(), table, lambda: direct.run(self._source()))
+            self.not_direct = unlike_loaders(receiver.model(), lambda: direct.run(self._source()))
             if not self.not_direct:
                 self.direct = direct
 

@@ -8,7 +8,7 @@ loaders gave; a loader that computes instead of copying makes no table, and its 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,10 +40,12 @@ class Place:
 
 @dataclass(frozen=True)
 class PlaceTable:
-    """Places of each source tensor, by its name."""
+    """Places of each source tensor, and elements copied of it, by its name."""
 
-    places: dict[str, list[Place]]
-    copied_elements: dict[str, int]
+    places: dict[str, list[Place]] = field(default_factory=dict)
+    copied_elements: dict[str, int] = field(default_factory=dict)
+    fills: list[tuple[Tensor, float]] = field(default_factory=list)
+    """Places that the loaders set to a constant (the rows that a vocabulary is padded with), and which."""
 
     def incomplete(self, manifest: Manifest) -> list[str]:
         """Names of tensors that the loaders did not copy whole."""
@@ -51,14 +53,18 @@ class PlaceTable:
         return [name for name, spec in specs if self.copied_elements.get(name, 0) < math.prod(spec.shape)]
 
 
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
+
 class _Watch(TorchDispatchMode):
-    """Records each ``copy_`` whose source lies in a tensor that was handed to the loaders. Holds no tensor of the source."""
+    """Records each ``copy_`` whose source lies in a tensor that was handed to the loaders, and each constant that is filled in.
+    Holds no tensor of the source."""
 
     def __init__(self, tied: Mapping[str, str]) -> None:
         super().__init__()
         self.tied = tied
         self.handed: list[tuple[int, int, str, torch.dtype]] = []
-        self.table = PlaceTable({}, {})
+        self.table = PlaceTable()
 
     def hand_over(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
@@ -69,6 +75,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten.copy_.default and not args[0].is_meta:
             self._note(args[0], args[1])
+        elif func in _FILLS and args[0].numel() and not args[0].is_meta:
+            self.table.fills.append((args[0].detach(), float(args[1]) if len(args) > 1 else 0.0))
         return func(*args, **(kwargs or {}))
 
     def _note(self, target: Tensor, source: Tensor) -> None:
@@ -102,15 +110,14 @@ def watch_loading(
 
 
 @torch.no_grad()
-def unlike_loaders(model: nn.Module, table: PlaceTable, copy: Callable[[], Any]) -> list[str]:
+def unlike_loaders(model: nn.Module, copy: Callable[[], Any]) -> list[str]:
     """Names of the model's parameters for which ``copy`` does not give what its loaders just gave, bit for bit.
 
-    Every place of the table is overwritten first, so that one that is not copied shows.
+    Every parameter is overwritten first, so that any part that is not copied shows.
     """
     loaded = _parameter_checksums(model)
-    for places in table.places.values():
-        for place in places:
-            place.target.fill_(-1)
+    for parameter in model.parameters():
+        parameter.fill_(-1)
     copy()
     return loaded.differing(_parameter_checksums(model))
 
