@@ -11,11 +11,13 @@ from meshloom.lesson.model import build_model
 from meshloom.loop.evaluate import run_evaluation
 from meshloom.loop.train import run_training
 from meshloom.observe.records import read_metrics
+from meshloom.rollout.vllm_build import OpenVllm, VllmOptions, open_vllm
 from meshloom.weights.feed import TrainerFeed
 from meshloom.weights.movement import Movement
 from tests.lesson_runs import REWARD, train_settings, write_rows
 
 pytestmark = pytest.mark.vllm
+KEPT: list[OpenVllm] = []
 VLLM = [
     "rollout.engine=vllm",
     "rollout.vllm.enforce_eager=true",
@@ -28,6 +30,17 @@ VLLM = [
     f"device={'cuda' if torch.cuda.is_available() else 'cpu'}",
     "rollout.vllm.sleep=false",
 ]
+
+
+@pytest.fixture(autouse=True)
+def engines_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of vLLM's engines that is collected takes the state with it that all of a process share."""
+
+    def open_and_keep(options: VllmOptions) -> OpenVllm:
+        KEPT.append(open_vllm(options))
+        return KEPT[-1]
+
+    monkeypatch.setattr("meshloom.loop.vllm.open_vllm", open_and_keep)
 
 
 @pytest.fixture(scope="module")
