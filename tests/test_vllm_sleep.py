@@ -47,7 +47,10 @@ def sleep_and_wake(enforce_eager: bool) -> None:
     assert moved.direct, feed.movement.not_direct
     free = torch.cuda.mem_get_info()[0]
     engine.sleep()
-    assert torch.cuda.mem_get_info()[0] - free >= CACHE_BYTES // 2
+    asleep = torch.cuda.mem_get_info()[0]
+    assert asleep - free >= CACHE_BYTES // 2
+    used = torch.empty(asleep - CACHE_BYTES // 8, dtype=torch.int8, device=DEVICE)
+    del used
     engine.wake()
     assert feed.movement.last.checksum == moved.checksum
     assert all(found == pytest.approx(kept, abs=0.05) for found, kept in zip(engine.score(ids), before, strict=True))

@@ -133,6 +133,7 @@ class VllmEngine:
         if not self._asleep:
             return
         if self._can_sleep:
+            torch.cuda.empty_cache()  # vLLM takes memory past torch, which keeps what the trainer has freed
             self._llm.wake_up(tags=["weights"])
             self._take_weights()
             self._llm.wake_up(tags=["kv_cache"])
