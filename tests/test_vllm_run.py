@@ -18,6 +18,8 @@ from tests.lesson_runs import REWARD, train_settings, write_rows
 
 pytestmark = pytest.mark.vllm
 KEPT: list[OpenVllm] = []
+NEAR = 2e-3 if torch.cuda.is_available() else 2e-5
+"""Gap of float32 with float32; a GPU's attention multiplies with fewer bits."""
 VLLM = [
     "rollout.engine=vllm",
     "rollout.vllm.enforce_eager=true",
@@ -63,7 +65,7 @@ def test_sampler_and_trainer_agree_in_every_step(inputs: Path, tmp_path: Path, c
     settings = train_settings(inputs, tmp_path / "run", *VLLM, *changes)
     assert run_training(settings, resume=False) == 0
     found = gaps(settings)
-    assert len(found) == 4 and max(found) < 2e-5
+    assert len(found) == 4 and max(found) < NEAR
     validations = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "validation"]
     assert [record["step"] for record in validations] == [0, 2, 4]
 
@@ -79,7 +81,7 @@ def test_without_movement_the_gap_grows(inputs: Path, tmp_path: Path, monkeypatc
     settings = train_settings(inputs, tmp_path / "unseen", *VLLM, "algorithm.max_sampler_gap=null")
     assert run_training(settings, resume=False) == 0
     found = gaps(settings)
-    assert found[0] < 2e-5 and min(found[1:]) > 0.01 and found[-1] > found[1]
+    assert found[0] < NEAR and min(found[1:]) > 0.01 and found[-1] > found[1]
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(inputs: Path, tmp_path: Path) -> None:
