@@ -20,7 +20,7 @@ from meshloom.rollout.step_runner import row_counts
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import check_head
 from tests.models import FAMILIES, tiny_model
-from tests.test_engine import DEVICE, ask, collect, mixed_requests, paged_engine, prompt, tokens_of
+from tests.test_engine import DEVICE, ask, collect, mixed_requests, paged_engine, prompt, token_bytes, tokens_of
 
 
 def count_pages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Pages, int]]:
@@ -40,7 +40,7 @@ def count_pages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Pages, int]]:
 def test_all_pages_come_back(monkeypatch, cache_tokens):
     """Also when samples were set back for want of pages, or aborted, and when a prompt was kept for samples to come."""
     made = count_pages(monkeypatch)
-    engine, _ = paged_engine("llama", max_sequences=3, kv_cache_bytes=cache_tokens * 1536)
+    engine, _ = paged_engine("llama", max_sequences=3, kv_cache_bytes=cache_tokens * token_bytes("paged"))
     collect(engine, mixed_requests())
     stream = engine.generate(mixed_requests(), deadline_s=60)
     next(stream)
