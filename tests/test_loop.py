@@ -17,7 +17,7 @@ from meshloom.cli import main
 from meshloom.config.names import Advantage, PolicyLoss
 from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
-from meshloom.loop.build import build_actor, build_engine, decoder, sampling_params
+from meshloom.loop.build import build_actor, build_engine, decoder, sampling_params, texts_decoder
 from meshloom.loop.collect import Collected, Collector, Draw
 from meshloom.loop.step_metrics import SpreadWatch
 from meshloom.loop.train import run_training
@@ -400,19 +400,19 @@ def test_groups_that_miss_the_deadline_are_tried_once_more_and_then_dropped(inpu
     model = build_actor(settings.model, None, MicrobatchBound(200), device="cpu", seed=0, checkpoint=None)
     draws = [Draw(number, number) for number in range(4)]
     rollout = settings.rollout.model_copy(update={"max_sequences": 1})
-    first = decoder(tokenizer)
+    first = texts_decoder(tokenizer)
 
-    def slow_at(*places: int) -> Callable[[Sequence[int]], str]:
+    def slow_at(*places: int) -> Callable[[Sequence[Sequence[int]]], list[str]]:
         read = iter(range(100))
 
-        def decode(ids: Sequence[int]) -> str:
+        def decode(samples: Sequence[Sequence[int]]) -> list[str]:
             if next(read) in places:
                 time.sleep(2.1)
-            return first(ids)
+            return first(samples)
 
         return decode
 
-    def collect(pool: RewardPool, decode: Callable[[Sequence[int]], str]) -> Collected:
+    def collect(pool: RewardPool, decode: Callable[[Sequence[Sequence[int]]], list[str]]) -> Collected:
         return Collector(
             engine=build_engine(model, rollout, settings.data, tokenizer),
             scorer=pool,
@@ -421,6 +421,7 @@ def test_groups_that_miss_the_deadline_are_tried_once_more_and_then_dropped(inpu
             params=sampling_params(rollout.sampling, rollout),
             samples_per_prompt=3,
             seed=3,
+            decode_at_once=1,
         ).collect(draws, deadline_s=2.0, clock=PhaseClock())
 
     with RewardPool(settings.reward) as pool:
@@ -435,6 +436,12 @@ def test_groups_that_miss_the_deadline_are_tried_once_more_and_then_dropped(inpu
         for group, expected in zip(collected.groups, undisturbed.groups, strict=False):
             for name in ("ids", "sampler_logprob", "reward", "group"):
                 assert torch.equal(group[name], expected[name])
+
+
+def test_texts_made_together_are_those_made_alone(inputs: Path) -> None:
+    tokenizer = load_tokenizer(inputs / "model")
+    samples = [[], [tokenizer.eos_token_id], [*range(len(tokenizer))], list(range(5, 9)) + [tokenizer.eos_token_id]]
+    assert texts_decoder(tokenizer)(samples) == [decoder(tokenizer)(ids) for ids in samples]
 
 
 def test_a_response_ends_where_the_template_ends_a_turn(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
@@ -217,6 +217,15 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
     return decode
 
 
+def texts_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Sequence[int]]], list[str]]:
+    """Texts of several samples, special tokens removed; side by side where the tokenizer can."""
+    one = decoder(tokenizer)
+    fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+    if not fast or type(tokenizer)._decode is not PreTrainedTokenizerFast._decode:
+        return lambda samples: [one(ids) for ids in samples]
+    return lambda samples: tokenizer.backend_tokenizer.decode_batch([*map(list, samples)], skip_special_tokens=True)
+
+
 def sampling_params(
     sampling: SamplingSettings, rollout: RolloutSettings, max_tokens: int | None = None
 ) -> SamplingParams:
@@ -245,7 +254,7 @@ def build_validator(
         engine=engine,
         scorer=pool,
         prompts=prompts,
-        decode=decoder(tokenizer),
+        decode=texts_decoder(tokenizer),
         params=sampling_params(validation.sampling, rollout, validation.max_response_tokens),
         samples_per_prompt=validation.samples_per_prompt,
         seed=settings.seed,

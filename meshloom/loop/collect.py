@@ -6,7 +6,8 @@ tokens that are trained on; a sample that was not finished or not scored never h
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from meshloom.rollout.protocol import Completion, Engine, FinishReason, Request,
 from meshloom.samples import Samples
 
 UNFINISHED = (FinishReason.DEADLINE, FinishReason.ABORTED)
+_MOMENT_S = 0.02
 
 
 class Scoring(Protocol):
@@ -70,7 +72,7 @@ class Collector:
         engine: generates.
         scorer: gives rewards.
         prompts: all prompts of the source.
-        decode: text of token ids, special tokens removed.
+        decode: texts of several samples' token ids, special tokens removed.
         params: the sampling distribution.
         samples_per_prompt: samples of each draw.
         seed: the run's seed.
@@ -80,11 +82,13 @@ class Collector:
     engine: Engine
     scorer: Scorer
     prompts: Sequence[Prompt]
-    decode: Callable[[Sequence[int]], str]
+    decode: Callable[[Sequence[Sequence[int]]], list[str]]
     params: SamplingParams
     samples_per_prompt: int
     seed: int
     purpose: str = "train"
+    decode_at_once: int = 64
+    """Samples whose text is made in one call, when many finish together."""
 
     def check(self) -> None:
         """Let the engine refuse a prompt that it could never answer; nothing is generated.
@@ -123,10 +127,10 @@ class Collector:
     ) -> Iterable[tuple[Draw, Samples | None]]:
         by_number = {draw.number: draw for draw in draws}
         finished: dict[int, dict[int, tuple[Completion, str, Scoring]]] = {draw.number: {} for draw in draws}
-        for completion in self.engine.generate(self._requests(draws), deadline_s=deadline_s):
-            if completion.finish not in UNFINISHED:
+        for completions in self._finished(self.engine.generate(self._requests(draws), deadline_s=deadline_s)):
+            texts = self.decode([completion.ids for completion in completions])
+            for completion, text in zip(completions, texts, strict=True):
                 prompt = self.prompts[by_number[completion.request_id].prompt]
-                text = self.decode(completion.ids)
                 scoring = self.scorer.submit(_reward_request(prompt, text, completion))
                 finished[completion.request_id][completion.index] = (completion, text, scoring)
         with clock.phase("score"):
@@ -137,6 +141,21 @@ class Collector:
             parts = finished[draw.number]
             whole = len(parts) == self.samples_per_prompt
             yield draw, self._group(draw, [parts[k] for k in range(self.samples_per_prompt)]) if whole else None
+
+    def _finished(self, completions: Iterable[Completion]) -> Iterator[list[Completion]]:
+        """Finished samples in batches of those that come within a moment of each other."""
+        batch: list[Completion] = []
+        for completion in completions:
+            if completion.finish in UNFINISHED:
+                continue
+            if not batch:
+                began = time.monotonic()
+            batch.append(completion)
+            if len(batch) >= self.decode_at_once or time.monotonic() - began > _MOMENT_S:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
 
     def _requests(self, draws: Sequence[Draw]) -> list[Request]:
         return [

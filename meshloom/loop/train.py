@@ -20,12 +20,12 @@ from meshloom.loop.build import (
     build_engine,
     build_validator,
     check_engine,
-    decoder,
     find_checkpoint,
     finish_plan,
     open_session,
     require_vocabulary,
     sampling_params,
+    texts_decoder,
 )
 from meshloom.loop.collect import Collector
 from meshloom.loop.rl import RLProgram, Roles
@@ -108,7 +108,7 @@ def _build_roles(
         engine=engine,
         scorer=pool,
         prompts=prompts,
-        decode=decoder(tokenizer),
+        decode=texts_decoder(tokenizer),
         params=sampling_params(settings.rollout.sampling, settings.rollout),
         samples_per_prompt=settings.batch.samples_per_prompt,
         seed=settings.seed,
