@@ -3,6 +3,9 @@
 Without a GPU its kernels are replaced by the same operations in torch; ``test_paged_kernels`` holds the two together.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +19,7 @@ from meshloom.rollout.decode_stack import Projection, reason_against
 from meshloom.rollout.embedded import embedded_engine
 from meshloom.rollout.paged_engine import PagedEngine
 from meshloom.rollout.pages import Pages
-from meshloom.rollout.step_runner import row_counts
+from meshloom.rollout.step_runner import StepRunner, row_counts
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import check_head
 from tests.models import FAMILIES, tiny_model
@@ -124,6 +127,75 @@ def test_adapters_take_part():
     assert adapted != before
     merged = wrapped.merge_and_unload()
     assert tokens_of(collect(PagedEngine(merged, **options), requests)) == adapted
+
+
+def adapted_llama(**options) -> torch.nn.Module:
+    base = tiny_model("llama", torch.float32 if DEVICE == "cuda" else torch.float64).to(DEVICE)
+    use_layouts(base)
+    wrapped = get_peft_model(base, LoraConfig(r=4, init_lora_weights=False, **options))
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "modules_to_save" in name:
+                weight.add_(torch.rand(weight.shape, generator=random).to(weight))
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["k_proj", "up_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm", "norm"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]},
+    ],
+)
+def test_adapters_that_are_left_out_or_merged_are_noticed(options):
+    """A captured step went on with the adapters of its first generation, and a stack with the norms of theirs."""
+    wrapped = adapted_llama(**options)
+    requests = [ask(0, prompt(6), seeds=[1, 2])]
+    engine = PagedEngine(wrapped, eos_ids=(), kv_cache_bytes=10**7, page=16)
+    with_adapters, runner = tokens_of(collect(engine, requests)), engine._runner
+    assert tokens_of(collect(engine, requests)) == with_adapters and engine._runner is runner
+    with wrapped.disable_adapter():
+        expected = tokens_of(collect(PagedEngine(wrapped, eos_ids=(), kv_cache_bytes=10**7, page=16), requests))
+        assert tokens_of(collect(engine, requests)) == expected != with_adapters
+        assert engine._runner is not runner
+    runner = engine._runner
+    wrapped.merge_adapter()
+    assert tokens_of(collect(engine, requests)) == with_adapters and engine._runner is not runner
+
+
+def test_models_whose_weights_cannot_be_laid_side_by_side_are_refused():
+    """An adapter on the embedding was passed over; of two places that shared a weight one kept its old values."""
+    assert "embedding" in reason_against(adapted_llama(target_modules=["q_proj", "embed_tokens"]))
+    for there, here in (("v_proj", 0), ("k_proj", 2)):
+        model = tiny_model("llama")
+        getattr(model.model.layers[here].self_attn, there).weight = model.model.layers[0].self_attn.k_proj.weight
+        assert "share" in reason_against(model)
+
+
+def test_old_buffers_and_graphs_go_before_new_ones_are_made(monkeypatch):
+    """They stayed until the garbage collector came: two sets of buffers and, after weights had moved, two of weights."""
+    made: list[weakref.ref[StepRunner]] = []
+
+    class Watched(StepRunner):
+        def __init__(self, *args) -> None:
+            assert all(old() is None for old in made)
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(paged_module, "StepRunner", Watched)
+    engine, _ = paged_engine("llama")
+    gc.collect()
+    gc.disable()
+    try:
+        for tokens in (5, 50, 500):
+            collect(engine, [ask(0, prompt(4), max_tokens=tokens)])
+        assert len(made) == 3
+        del engine
+        assert made[-1]() is None
+    finally:
+        gc.enable()
 
 
 def test_weights_that_are_not_finite_stop_the_generation():

@@ -179,3 +179,17 @@ def test_broken_logits_give_no_number(random):
     TritonOps(DEVICE).draw(logits.to(DEVICE), here, filtered=False)
     found = here.logprobs.cpu()[here.state.cpu()[Field.ROW, :3], slots.state[Field.COUNT, :3]]
     assert found.isfinite().tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("place", [0, 5000])
+def test_one_broken_logit_is_found_through_filters_and_in_greedy_rows(random, place):
+    """A filter dropped a NaN as if it were unlikely, and a maximum passes over it: such a row gave a number."""
+    slots = slots_of([5, 5, 5, 5], SHAPES[0], random)
+    slots.numbers[Number.TEMPERATURE, :4] = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    slots.state[Field.TOP_K, :4] = 3
+    logits = normal(4, 9000, random=random)
+    logits[[0, 2], place] = torch.nan
+    here = on(slots, DEVICE)
+    TritonOps(DEVICE).draw(logits.to(DEVICE), here, filtered=True)
+    found = here.logprobs.cpu()[here.state.cpu()[Field.ROW, :4], slots.state[Field.COUNT, :4]]
+    assert found.isfinite().tolist() == [False, True, False, True]

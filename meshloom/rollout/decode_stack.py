@@ -9,6 +9,7 @@ Legend: T tokens, H query heads, K key-value heads, D width of a head, E hidden 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,10 @@ def reason_against(model: nn.Module) -> str | None:
     config = decoder.config
     if not all(isinstance(layer, _FAMILIES) for layer in decoder.layers):
         return f"the layers of {type(plain_model(model)).__name__} are not of a family known to it"
+    if not isinstance(decoder.embed_tokens, nn.Embedding):
+        return f"its embedding is in a {type(decoder.embed_tokens).__name__}, past which tokens are looked up"
+    if len(list(decoder.layers.named_parameters(remove_duplicate=False))) > len(list(decoder.layers.parameters())):
+        return "its layers share weights, which cannot lie in two places"
     attention = decoder.layers[0].self_attn
     width = attention.head_dim
     if width < _SMALLEST_HEAD or width & (width - 1):
@@ -116,6 +121,18 @@ def reason_against(model: nn.Module) -> str | None:
 def _activation(config: object) -> str:
     names = vars(config)
     return names["hidden_activation"] if "hidden_activation" in names else names["hidden_act"]
+
+
+def form_of(model: nn.Module) -> tuple[Any, ...]:
+    """What a stack and a captured step hold of a model, beside the values of its weights: where these are, and which
+    adapters take part."""
+    addresses = [p.data_ptr() for p in model.parameters()]
+    if isinstance(model, PreTrainedModel):
+        return tuple(addresses)
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    return *addresses, *((m.disable_adapters, *m.active_adapters, "merged", *m.merged_adapters) for m in layers)
 
 
 class DecodeStack:

@@ -9,13 +9,14 @@ ends or is closed.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
 
-from meshloom.rollout.decode_stack import DecodeStack
+from meshloom.rollout.decode_stack import DecodeStack, form_of
 from meshloom.rollout.kv_cache import CacheShape
 from meshloom.rollout.paged_ops import Ops, TorchOps
 from meshloom.rollout.paged_scheduler import PagedScheduler, Pass, Running
@@ -70,7 +71,7 @@ class PagedEngine:
         self._kv_cache_bytes, self._page, self._steps_ahead = kv_cache_bytes, page, steps_ahead
         self._ops = _ops(self._shape.device)
         self._runner: StepRunner | None = None
-        self._addresses: tuple[int, ...] = ()
+        self._form: tuple[Any, ...] = ()
         self._generation: _Generation | None = None
         self._asleep = False
         self._aborted: set[int] = set()
@@ -177,13 +178,12 @@ class PagedEngine:
             stops=_power_of_two(max(map(len, rules))),
         )
         runner = self._runner
-        addresses = tuple(p.data_ptr() for p in self._model.parameters())
-        if runner is None or not runner.sizes.holds(needed) or addresses != self._addresses:
+        if runner is None or not runner.sizes.holds(needed) or form_of(self._model) != self._form:
             sizes = needed if runner is None else needed.join(runner.sizes)
-            self._runner = None
+            self._runner = runner = None  # what the old one holds makes room for the new one
             stack = DecodeStack(self._model, self._ops, self._page)
             stack.bind(sizes.pages * self._page)
-            self._addresses = tuple(p.data_ptr() for p in self._model.parameters())
+            self._form = form_of(self._model)
             self._runner = runner = StepRunner(stack, self._head, self._ops, self._shape.device, sizes)
         runner.host.clear()
         runner.set_rules(rules)
@@ -224,9 +224,9 @@ class _Generation:
     def __init__(self, engine: PagedEngine, requests: Sequence[Request], deadline: float) -> None:
         self._engine, self._deadline = engine, deadline
         stop_rules = {request.id: engine.rule(request) for request in requests}
-        rules = {rule.ids: place for place, rule in enumerate(dict.fromkeys(stop_rules.values()))}
-        self._rules = {ids: place for place, ids in enumerate(rules)}
-        self.runner = engine.runner(requests, [sorted(ids) for ids in self._rules])
+        stops = dict.fromkeys(rule.ids for rule in stop_rules.values())
+        places = {ids: place for place, ids in enumerate(stops)}
+        self.runner = engine.runner(requests, [sorted(ids) for ids in stops])
         self._max_sequences, prefill_tokens, self._steps_ahead = engine.options
         pages, layers = engine.new_pages(requests)
         self.runner.use_pool(layers)
@@ -235,7 +235,7 @@ class _Generation:
             self.runner.host,
             max_sequences=min(self._max_sequences, self.runner.sizes.slots),
             prefill_tokens=prefill_tokens,
-            rule_of=lambda sample: self._rules[sample.stop.ids],
+            rule_of=lambda sample: places[sample.stop.ids],
         )
         for request in requests:
             samples = [Sample(request, index, stop_rules[request.id]) for index in range(len(request.seeds))]
@@ -345,23 +345,24 @@ class _Generation:
         codes = codes or {}
         slot_of = {id(one): slot for slot, one in enumerate(self.scheduler.running)}
         counts = [int(self.runner.host.state[Field.COUNT, slot_of[id(one)]]) for one in chosen]
-        if not chosen or not max(counts):
+        first, end = min((len(one.sample.ids) for one in chosen), default=0), max(counts, default=0)
+        if end == first:
             return
-        ids, logprobs = self.runner.outputs([one.row for one in chosen], max(counts))
+        ids, logprobs = self.runner.outputs([one.row for one in chosen], first, end)
         for one, count, row_ids, row_logprobs in zip(chosen, counts, ids, logprobs, strict=True):
             sample = one.sample
             start = len(sample.ids)
-            new = row_logprobs[start:count]
+            drawn, new = row_ids[start - first : count - first].tolist(), row_logprobs[start - first : count - first]
             if not np.isfinite(new).all():
                 raise RuntimeError("the model gives logits that are not finite; its weights are broken or overflow")
             versions = _versions(one.marks, start, count)
             if sample.stop.strings:
-                for token, logprob, version in zip(row_ids[start:count].tolist(), new.tolist(), versions, strict=True):
+                for token, logprob, version in zip(drawn, new.tolist(), versions, strict=True):
                     sample.append(token, logprob, version)
                     if sample.finish is not None:
                         break
             else:
-                sample.ids += row_ids[start:count].tolist()
+                sample.ids += drawn
                 sample.logprobs += new.tolist()
                 sample.versions += versions
                 if (code := codes.get(id(one))) is not None:

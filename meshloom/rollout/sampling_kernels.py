@@ -138,13 +138,15 @@ def chunk_kernel(
         temperature = tl.load(number_ptr + _TEMPERATURE * slots + row)
         temperature = tl.where(temperature > 0, temperature, 1.0)
         z = _scaled(logits_ptr + row * V, chunk * CHUNK + tl.arange(0, CHUNK), V, temperature)
+        broken = tl.sum((z != z).to(tl.int32), 0) > 0
         if FILTERED:
             z = tl.where(z >= tl.load(threshold_ptr + row), z, -float("inf"))
         highest = tl.max(z, 0)
         total = tl.sum(tl.exp(z - tl.where(highest == -float("inf"), 0.0, highest)), 0)
         at = row * tl.num_programs(1) + chunk
         tl.store(high_ptr + at, highest)
-        tl.store(sum_ptr + at, total)
+        # Neither the filters nor a maximum let NaN through; the sum does, and the host finds it.
+        tl.store(sum_ptr + at, tl.where(broken, float("nan"), total))
 
 
 @triton.jit
@@ -194,7 +196,7 @@ def draw_kernel(
         else:
             place = tl.min(tl.where(z == highest, lane, CHUNK), 0)
             place = tl.minimum(place, CHUNK - 1)
-            logprob = highest.to(tl.float64) * 0.0
+            logprob = (highest.to(tl.float64) + total) * 0.0
         token = (chunk * CHUNK + place).to(tl.int64)
         token = tl.minimum(token, V - 1)
         at = tl.load(state_at + _ROW * slots) * width + count

@@ -135,11 +135,11 @@ class StepRunner:
                 self._step(count, filtered)
         self.host.download(self.slots)
 
-    def outputs(self, rows: Sequence[int], longest: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probabilities of rows of the output buffers, each [rows, longest]."""
+    def outputs(self, rows: Sequence[int], first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log-probabilities ``first`` to ``end`` − 1 of rows of the output buffers, each [rows, end − first]."""
         index = torch.tensor(rows, device=self._device)
-        ids = self.slots.ids[index, :longest].cpu().numpy()
-        return ids, self.slots.logprobs[index, :longest].cpu().numpy()
+        ids = self.slots.ids[index, first:end].cpu().numpy()
+        return ids, self.slots.logprobs[index, first:end].cpu().numpy()
 
     def _capture(self, count: int, filtered: bool) -> torch.cuda.CUDAGraph:
         """Record a step. The state is put back: a step that is run to warm up has advanced it."""
