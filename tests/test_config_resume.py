@@ -6,7 +6,7 @@ import pytest
 
 from meshloom.config.errors import UserError
 from meshloom.config.load import flatten, load_settings
-from meshloom.config.resume import MAY_CHANGE, contradictions, require_same
+from meshloom.config.resume import MAY_CHANGE, as_begun, as_decided, contradictions, require_same
 from meshloom.config.settings import TrainSettings
 
 REQUIRED = ["run_dir=runs/a", "model.path=models/a", "data.train.files=[a.jsonl]"]
@@ -82,3 +82,15 @@ def test_another_name_of_the_same_file_does_not_contradict(monkeypatch: pytest.M
     assert "settings.yaml" in caught.value.fix
     assert contradictions(settings(reward), settings(f"reward.function={tmp_path}/rewards.py:other"))
     assert contradictions(settings(reward), settings())
+
+
+def test_what_a_run_decided_holds_for_those_that_continue_it_unless_it_is_given_now() -> None:
+    for decided in (False, True):
+        begun = as_decided(settings(), decided)
+        assert begun.model.gradient_checkpointing is decided
+        assert as_begun(begun, settings()) == begun
+        require_same(begun, settings())
+    given = settings("model.gradient_checkpointing=true")
+    assert as_begun(as_decided(settings(), False), given) == given
+    assert as_decided(given, False) is given
+    assert as_begun(settings(), settings()).model.gradient_checkpointing == "auto"

@@ -10,7 +10,17 @@ from meshloom.config.settings import Settings
 PACKAGE = Path(meshloom.__file__).parent
 DESCRIBES = {
     PACKAGE / "plan" / name
-    for name in ("checks.py", "memory.py", "count.py", "inputs.py", "report.py", "model_folder.py", "engines.py")
+    for name in (
+        "checks.py",
+        "memory.py",
+        "count.py",
+        "inputs.py",
+        "report.py",
+        "model_folder.py",
+        "engines.py",
+        "recompute.py",
+        "decoding.py",
+    )
 }
 """Modules that say something about settings and do nothing with them."""
 

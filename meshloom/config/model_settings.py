@@ -29,8 +29,9 @@ class ModelSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of forward and backward. ``auto``: bfloat16 on a GPU, float32 elsewhere. The optimizer always works on
     float32 master weights and float32 gradients."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute each layer in the backward pass instead of keeping its activations: less memory, about a third more time.
+    ``auto``: where the plan's peak while updating would not fit without; a run decides it once, when it begins."""
     attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
     """Kernel of packed attention. ``varlen``: torch's own, for a GPU in bfloat16. ``flash_attn``: the package of that name.
     ``sdpa``: one call for each run of equal lengths, anywhere. ``auto``: flash_attn if installed, else varlen, where they

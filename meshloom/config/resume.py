@@ -5,11 +5,11 @@ Owns: the rule. Always holds: a resumed run repeats the uninterrupted one, so wh
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshloom.config.errors import UserError
 from meshloom.config.load import flatten
-from meshloom.config.settings import Settings
+from meshloom.config.settings import Settings, SftSettings, TrainSettings
 
 _LENGTH = {"batch.steps", "batch.epochs"}
 """How long the run is. A linear or cosine schedule spreads over the new length from there on."""
@@ -24,6 +24,7 @@ _REWARD_PROCESSES = {"reward.workers", "reward.deadline_s"}
 _MEMORY_BOUNDS = {
     "batch.tokens_per_microbatch",
     "batch.samples_per_microbatch",
+    "device_memory_bytes",
     "model.gradient_checkpointing",
     "model.logits_chunk_bytes",
     "rollout.kv_cache_bytes",
@@ -38,6 +39,9 @@ _KERNELS = {"model.attention", "model.compile"}
 MAY_CHANGE = frozenset(_LENGTH | _PLACE | _WATCHING | _REWARD_PROCESSES | _MEMORY_BOUNDS | _KERNELS)
 """What may change on resume; ``group.*`` is a whole group. All else decides the numbers of the run and may not, even where
 only the order of work changes (``rollout.max_sequences``)."""
+
+_DECIDED = "gradient_checkpointing"
+"""Of the model: a run that was left to decide this has written down what it decided."""
 
 _FILES = {"model.path", "data.train.files", "data.validation.files", "reward.function"}
 """Names of files, relative to the current directory: other names of the same files are no contradiction."""
@@ -63,6 +67,24 @@ def contradictions(saved: Settings, new: Settings, allowed: Collection[str] = MA
         for path, old, new in values
         if old != new and not (path in _FILES and old and new and _resolved(old) == _resolved(new))
     ]
+
+
+S = TypeVar("S", TrainSettings, SftSettings)
+
+
+def as_decided(settings: S, recompute: bool) -> S:
+    """Settings with ``auto`` recompute replaced by what it came to, for the run and for those that continue it."""
+    if settings.model.gradient_checkpointing != "auto":
+        return settings
+    model = settings.model.model_copy(update={_DECIDED: recompute})
+    return settings.model_copy(update={"model": model})
+
+
+def as_begun(saved: S, new: S) -> S:
+    """Settings of a run that continues another: what is left open is as it was decided there, since recompute may round
+    otherwise. A value that is given now stands."""
+    before = saved.model.gradient_checkpointing
+    return new if before == "auto" else as_decided(new, before)
 
 
 def _resolved(names: str | list[str]) -> list[Path]:

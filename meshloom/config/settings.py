@@ -209,6 +209,9 @@ class RunSettings(Settings):
     """Seed of everything random: order of rows, sampling, adapters, dropout."""
     device: str = "auto"
     """``auto``: the first GPU, or the processor; or ``cpu``, ``cuda``, ``cuda:1``."""
+    device_memory_bytes: Count | None = None
+    """Memory of the GPU that the plan counts with. Default: what is free on it when a run begins. ``meshloom plan`` touches no
+    device, so without this it leaves open what depends on it."""
     model: ModelSettings
 
 

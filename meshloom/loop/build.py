@@ -7,12 +7,13 @@ run folder is touched.
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
-from meshloom.config.resume import require_same
+from meshloom.config.resume import as_begun, as_decided, require_same
 from meshloom.config.settings import (
     DataSettings,
     EvalSettings,
@@ -31,6 +32,7 @@ from meshloom.loop.validate import Validator
 from meshloom.loop.vllm import vllm_engine
 from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFolder, check_free
 from meshloom.plan.build import Plan, build_plan
+from meshloom.plan.recompute import RECOMPUTED
 from meshloom.plan.report import plan_json, plan_text
 from meshloom.rewards.pool import RewardPool
 from meshloom.rollout.embedded import embedded_engine
@@ -42,11 +44,14 @@ from meshloom.train.load import add_lora, end_token_ids, load_model, pick_device
 from meshloom.train.model import MicrobatchBound, TrainedModel
 from meshloom.train.snapshot import MODEL, snapshot_bytes
 
+S = TypeVar("S", TrainSettings, SftSettings)
 
-def find_checkpoint(settings: TrainSettings | SftSettings) -> Path | None:
-    """The newest complete checkpoint of the run to resume; none if it was ended before the first.
 
-    Without a checkpoint nothing is decided yet: the run starts anew, with whatever settings are given now.
+def find_checkpoint(settings: S) -> tuple[Path | None, S]:
+    """The newest complete checkpoint of the run to resume, and the settings with what that run decided.
+
+    There is none if the run was ended before the first. Then nothing is decided yet: the run starts anew, with whatever
+    settings are given now.
 
     Raises:
         UserError: if there is no run, it is in use, its settings contradict these, or the checkpoint is damaged.
@@ -58,10 +63,12 @@ def find_checkpoint(settings: TrainSettings | SftSettings) -> Path | None:
             f"there is no run to resume in {run_dir}", where="run_dir", fix="leave --resume out to start it"
         )
     checkpoint = latest_checkpoint(run_dir / CHECKPOINTS_FOLDER)
-    if checkpoint is not None:
-        require_same(load_settings(type(settings), run_dir / SETTINGS_FILE), settings)
-        verify(checkpoint)
-    return checkpoint
+    if checkpoint is None:
+        return None, settings
+    saved = load_settings(type(settings), run_dir / SETTINGS_FILE)
+    require_same(saved, settings)
+    verify(checkpoint)
+    return checkpoint, as_begun(saved, settings)
 
 
 def open_session(
@@ -88,6 +95,9 @@ def open_session(
     session = Session(folder, settings, steps=plan.steps, first_step=first_step)
     for warning in plan.warnings:
         session.display.notice(f"warning {warning}")
+    for line in plan.lines:
+        if line.name == RECOMPUTED and plan.recompute:
+            session.display.notice(f"layers are recomputed: {line.formula}")
     return session
 
 
@@ -106,15 +116,20 @@ def _open_folder(settings: TrainSettings | SftSettings, plan: Plan, *, resume: b
     return folder
 
 
-def finish_plan(settings: TrainSettings | SftSettings, num_prompts: int) -> Plan:
-    """The plan, now that the prompts are counted.
+def finish_plan(settings: S, num_prompts: int, device_memory: int | None) -> tuple[Plan, S]:
+    """The plan, now that the prompts are counted and the device was asked, and the settings with what it decided.
+
+    Args:
+        settings: of the run.
+        num_prompts: prompts of the training data.
+        device_memory: bytes free on the GPU; none for the processor.
 
     Raises:
         UserError: that lists everything that cannot work.
     """
-    plan = build_plan(settings, num_prompts)
+    plan = build_plan(settings, num_prompts, device_memory)
     plan.require()
-    return plan
+    return plan, as_decided(settings, plan.recompute)
 
 
 def build_actor(

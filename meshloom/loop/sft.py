@@ -26,7 +26,7 @@ from meshloom.loop.session import Cut, Session, due, read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.samples import Samples
-from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
+from meshloom.train.load import check_model_folder, free_memory, load_tokenizer, pick_device
 from meshloom.train.model import LossParts, MicrobatchBound, TrainedModel
 from meshloom.train.snapshot import ModelSnapshot, restore
 
@@ -113,15 +113,15 @@ def run_sft(settings: SftSettings, *, resume: bool) -> int:
         UserError: if the input is bad; nothing has been written then.
     """
     check_model_folder(settings.model.path)
-    pick_device(settings.device)
+    memory = free_memory(pick_device(settings.device))
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
-    checkpoint = find_checkpoint(settings) if resume else None
+    checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
     rows = load_rows(settings.data.train, settings.data)
     examples = render_supervised(rows, tokenizer, settings.data)
-    plan = finish_plan(settings, len(examples))
+    plan, settings = finish_plan(settings, len(examples), memory)
     order = PromptOrder(len(examples), settings.seed, settings.data.shuffle)
     bound = MicrobatchBound(settings.batch.tokens_per_microbatch, settings.batch.samples_per_microbatch)
     model = build_actor(

@@ -33,7 +33,7 @@ from meshloom.loop.session import read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.rewards.pool import RewardPool
-from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
+from meshloom.train.load import check_model_folder, free_memory, load_tokenizer, pick_device
 from meshloom.train.model import MicrobatchBound, TrainedModel
 from meshloom.train.reference import Reference
 from meshloom.train.snapshot import restore
@@ -47,15 +47,15 @@ def run_training(settings: TrainSettings, *, resume: bool) -> int:
         RunFault: if the run stops itself.
     """
     check_model_folder(settings.model.path)
-    pick_device(settings.device)
+    memory = free_memory(pick_device(settings.device))
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
     check_engine(settings.rollout)
-    checkpoint = find_checkpoint(settings) if resume else None
+    checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
     prompts, held_out, dropped = _load_prompts(settings, tokenizer)
-    plan = finish_plan(settings, len(prompts))
+    plan, settings = finish_plan(settings, len(prompts), memory)
     order = PromptOrder(len(prompts), settings.seed, settings.data.shuffle)
     if cut is not None:
         order.load(cut.values["order"])

@@ -13,11 +13,13 @@ from meshloom.config.problems import Problem, require_none
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.checks import Findings, check_settings
 from meshloom.plan.compute import NotPossible, compute_ledger
+from meshloom.plan.decoding import engine_line
 from meshloom.plan.engines import check_engine_settings
 from meshloom.plan.inputs import check_inputs
 from meshloom.plan.ledger import LedgerLine, batch_ledger, longest_sequence_tokens, sft_steps, train_steps
 from meshloom.plan.memory import (
     GENERATING,
+    GPU,
     MACHINE,
     UPDATING,
     ModelShape,
@@ -27,6 +29,7 @@ from meshloom.plan.memory import (
     on_gpu,
 )
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
+from meshloom.plan.recompute import choose_recompute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class Plan:
         problems: why the run cannot work; empty if it can.
         warnings: what runs, but is likely not meant.
         steps: steps of the run; none if that needs the number of prompts and it is not known, and for an evaluation.
+        recompute: whether layers are recomputed in the backward pass; false while that is open.
     """
 
     title: str
@@ -46,6 +50,7 @@ class Plan:
     problems: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
     steps: int | None
+    recompute: bool = False
 
     def value(self, name: str) -> int | float | str | None:
         """The value of a line, by its name.
@@ -70,14 +75,21 @@ class Plan:
         require_none(self.problems, self.title)
 
 
-def build_plan(settings: TrainSettings | SftSettings | EvalSettings, num_prompts: int | None) -> Plan:
+def build_plan(
+    settings: TrainSettings | SftSettings | EvalSettings, num_prompts: int | None, device_memory: int | None = None
+) -> Plan:
     """The plan of a run on one device.
 
     Args:
         settings: of the run.
         num_prompts: prompts of the training data (rows, in supervised runs; prompts to evaluate, in evaluations), after
             overlong ones are dropped; none if not known yet.
+        device_memory: bytes free on the GPU, before the run takes any; none if it was not asked.
     """
+    device_memory, recompute = (
+        settings.device_memory_bytes or device_memory,
+        settings.model.gradient_checkpointing is True,
+    )
     found = check_settings(settings, num_prompts)
     check_engine_settings(found, settings)
     lines = [*check_inputs(found, settings), *batch_ledger(settings, num_prompts)]
@@ -87,8 +99,12 @@ def build_plan(settings: TrainSettings | SftSettings | EvalSettings, num_prompts
         _check_positions(found, settings, folder)
         try:
             lines += _compute_lines(found, settings, folder)
-            lines += (ledger := memory_ledger(settings, folder))
-            _check_memory(found, settings, {line.name: line.value for line in ledger})
+            if not isinstance(settings, EvalSettings):
+                chosen = choose_recompute(settings, folder, device_memory)
+                lines.append(chosen.line(settings.provenance.of("model.gradient_checkpointing")))
+                recompute = chosen.on
+            lines += (ledger := memory_ledger(settings, folder, recompute=recompute, device_memory=device_memory))
+            _check_memory(found, settings, {line.name: line.value for line in ledger}, recompute)
         except UnknownShape as error:
             found.warn("M002", "model.path", f"the plan has no memory ledger: {error}")
     if isinstance(settings, EvalSettings):
@@ -103,6 +119,7 @@ def build_plan(settings: TrainSettings | SftSettings | EvalSettings, num_prompts
         problems=tuple(found.problems),
         warnings=tuple(found.warnings),
         steps=steps,
+        recompute=recompute,
     )
 
 
@@ -132,33 +149,40 @@ def _compute_lines(
     found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder
 ) -> tuple[LedgerLine, ...]:
     gpu, narrow = on_gpu(settings.device), compute_bytes(settings.model.dtype, settings.device) == 2
+    head_dim = ModelShape.of(folder).head_dim
+    engine = () if isinstance(settings, SftSettings) else (engine_line(settings, folder, head_dim, gpu=gpu),)
     try:
-        return compute_ledger(settings, ModelShape.of(folder).head_dim, gpu=gpu, narrow=narrow)
+        return *engine, *compute_ledger(settings, head_dim, gpu=gpu, narrow=narrow)
     except NotPossible as error:
         what = f"{settings.model.attention} cannot compute this model's attention"
         found.refuse("M006", "model.attention", what, why=str(error), fix="model.attention=auto")
-        return ()
+        return engine
 
 
 def _check_memory(
     found: Findings,
     settings: TrainSettings | SftSettings | EvalSettings,
     values: Mapping[str, int | float | str | None],
+    recompute: bool,
 ) -> None:
-    """A phase that holds more than the whole machine has."""
-    has = values.get(MACHINE)
+    """A phase that holds more than the whole machine has, or the GPU. There a cache that is not given takes what is left."""
+    on_machine = MACHINE in values
+    has, owner = values.get(MACHINE, values.get(GPU)), "this machine has" if on_machine else "the GPU has"
     if not isinstance(has, int):
         return
-    for name, path in ((UPDATING, "batch.tokens_per_microbatch"), (GENERATING, "rollout.kv_cache_bytes")):
+    phases = {UPDATING: "batch.tokens_per_microbatch", GENERATING: "rollout.kv_cache_bytes"}
+    if not on_machine and not isinstance(settings, SftSettings) and settings.rollout.kv_cache_bytes is None:
+        del phases[GENERATING]
+    for name, path in phases.items():
         peak = values.get(name)
         if not isinstance(peak, int) or peak <= has:
             continue
         fixes = [f"a smaller {path}"]
-        if name == UPDATING and not settings.model.gradient_checkpointing:
+        if name == UPDATING and not recompute:
             fixes.append("model.gradient_checkpointing=true")
         if not isinstance(settings, EvalSettings) and settings.model.lora is None:
             fixes.append("model.lora.rank=16")
-        what = f"the {name} is {peak / 2**30:,.1f} GiB, this machine has {has / 2**30:,.1f} GiB"
+        what = f"the {name} is {peak / 2**30:,.1f} GiB, {owner} {has / 2**30:,.1f} GiB"
         found.warn("M005", path, what, fix=", ".join([*fixes, "or a smaller model"]))
 
 

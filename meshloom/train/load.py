@@ -45,6 +45,11 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Bytes free on a GPU; none for the processor. Opens the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """Arithmetic of the model on a device."""
     if name == "auto":

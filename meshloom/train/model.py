@@ -59,7 +59,7 @@ class TrainedModel:
 
     Args:
         module: a causal language model that attends through layouts, or one in a peft wrapper.
-        settings: chunk size, recompute.
+        settings: chunk size, compiling, recompute; ``auto`` recompute, which a run decides before, is none here.
         bound: size of a microbatch.
         optimizer: none for a model that is only asked (a reference).
     """
@@ -76,7 +76,7 @@ class TrainedModel:
         self.layers = LayerPasses(
             self.decoder,
             compiled=compiles(settings, gpu=self.device.type == "cuda"),
-            recompute=settings.gradient_checkpointing and optimizer is not None,
+            recompute=settings.gradient_checkpointing is True and optimizer is not None,
         )
         self.optimizer = None if optimizer is None else Optimizer(module, optimizer)
         self._gradients_checked = False

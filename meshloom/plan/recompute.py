@@ -1,0 +1,71 @@
+"""Whether layers are recomputed in the backward pass: only where the memory ledger asks for it.
+
+Owns: the rule for ``model.gradient_checkpointing: auto``, and its margin. Refuses to know: how layers are recomputed. Always
+holds: the plan and the run decide by this one function; what cannot be known yet is left open and said.
+"""
+
+from dataclasses import dataclass
+
+import psutil
+
+from meshloom.config.settings import SftSettings, TrainSettings
+from meshloom.plan.ledger import LedgerLine
+from meshloom.plan.memory import UPDATING, memory_ledger, on_gpu
+from meshloom.plan.model_folder import ModelFolder
+
+RECOMPUTED = "recomputed"
+"""Name of the plan's line."""
+_LIBRARIES = 2 * 2**30
+"""What a GPU holds besides tensors: the context, workspaces of the matrix library, modules of compiled code."""
+_FRAGMENTS = 0.1
+"""Share of the peak that is lost between the allocator's blocks, and by which the estimate may be short."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What ``model.gradient_checkpointing`` comes to.
+
+    Args:
+        on: whether layers are recomputed; false while it is open.
+        is_open: whether it depends on a GPU that was not asked.
+        formula: from what it follows.
+    """
+
+    on: bool
+    is_open: bool
+    formula: str
+
+    def line(self, source: str) -> LedgerLine:
+        """The plan's line."""
+        value = "open" if self.is_open else "yes" if self.on else "no"
+        return LedgerLine(section="compute", name=RECOMPUTED, value=value, formula=self.formula, source=source)
+
+
+def choose_recompute(
+    settings: TrainSettings | SftSettings, folder: ModelFolder, device_memory: int | None
+) -> Recompute:
+    """Whether a run recomputes its layers.
+
+    Args:
+        settings: of the run.
+        folder: its model.
+        device_memory: bytes that a GPU has for the run; none if it was not asked.
+
+    Raises:
+        UnknownShape: if ``auto`` needs an estimate that config.json is not enough for.
+    """
+    choice, gpu = settings.model.gradient_checkpointing, on_gpu(settings.device)
+    if choice != "auto":
+        return Recompute(on=choice, is_open=False, formula="each layer, in the backward pass, as given")
+    has = device_memory if gpu else psutil.virtual_memory().total
+    if has is None:
+        return Recompute(on=False, is_open=True, formula="auto: follows from the GPU's memory when the run begins")
+    peak = {line.name: line.value for line in memory_ledger(settings, folder, recompute=False)}[UPDATING]
+    needed = peak * (1 + _FRAGMENTS) + _LIBRARIES if gpu else peak
+    margin = f" × {1 + _FRAGMENTS:g} + {_LIBRARIES // 2**30} GiB" if gpu else ""
+    sign, where = (">", "more than") if needed > has else ("≤", "within")
+    formula = (
+        f"auto: {UPDATING} without it, {peak / 2**30:,.1f} GiB{margin} {sign} {has / 2**30:,.1f} GiB, "
+        f"{where} what {'the GPU has free' if gpu else 'this machine has'}"
+    )
+    return Recompute(on=needed > has, is_open=False, formula=formula)
