@@ -2,8 +2,8 @@
 
 Owns: the queue, the pages of every sequence, the columns of the host's state. Refuses to know: models, devices, how tokens
 are drawn. Always holds: running sequences are the first slots; a prompt is computed once for all samples of its request
-(again only if memory ran out); samples start in the order they came; the oldest running sample is set back only when it
-is alone, so all of them finish.
+(again only if memory ran out); samples start in the order they came; the oldest running sample is never set back, and
+after room was made a step runs, so all of them finish.
 
 A sequence's last known token is not computed when it starts: the first decode step does that, and draws the next one.
 """
