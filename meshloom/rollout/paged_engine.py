@@ -208,6 +208,7 @@ class PagedEngine:
 
     @property
     def options(self) -> tuple[int, int, int]:
+        """Sequences at once, prompt tokens in a pass, steps ahead."""
         return self._max_sequences, self._prefill_tokens, self._steps_ahead
 
     def rule(self, request: Request) -> StopRule:
@@ -227,13 +228,13 @@ class _Generation:
         stops = dict.fromkeys(rule.ids for rule in stop_rules.values())
         places = {ids: place for place, ids in enumerate(stops)}
         self.runner = engine.runner(requests, [sorted(ids) for ids in stops])
-        self._max_sequences, prefill_tokens, self._steps_ahead = engine.options
+        max_sequences, prefill_tokens, self._steps_ahead = engine.options
         pages, layers = engine.new_pages(requests)
         self.runner.use_pool(layers)
         self.scheduler = PagedScheduler(
             pages,
             self.runner.host,
-            max_sequences=min(self._max_sequences, self.runner.sizes.slots),
+            max_sequences=min(max_sequences, self.runner.sizes.slots),
             prefill_tokens=prefill_tokens,
             rule_of=lambda sample: places[sample.stop.ids],
         )

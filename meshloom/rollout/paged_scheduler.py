@@ -123,6 +123,8 @@ class PagedScheduler:
         return count
 
     def _start(self, waiting: Waiting, count: int, todo: Pass) -> None:
+        """Give samples slots. The first of a new prompt has the pages it is computed in; the others share the whole ones, and
+        copy the last, which each writes to."""
         whole, tail = divmod(len(waiting.ids) - 1, self._pages.size)
         computed = waiting.pages
         samples = [waiting.samples.popleft() for _ in range(count)]
@@ -137,11 +139,8 @@ class PagedScheduler:
             copies.extend((first[whole], page) for page in own)
             return [*first[:whole], *own]
 
-        taken = samples if computed is not None else samples[1:]
-        if computed is None:
-            self._place(samples[0], waiting.ids, first)
-        for sample in taken:
-            self._place(sample, waiting.ids, another())
+        for number, sample in enumerate(samples):
+            self._place(sample, waiting.ids, first if computed is None and number == 0 else another())
         if computed is None and waiting.samples and self._pages.num_free > len(self.running):
             waiting.pages = another()
         elif computed is not None and not waiting.samples:

@@ -174,8 +174,7 @@ def draw_kernel(
         target = uniform(tl.load(state_at + _KEY * slots), count) * total
         if temperature > 0:
             chunk = tl.min(tl.where((until > target) & (mass > 0), c, CHUNKS), 0)
-            last = tl.max(tl.where(mass > 0, c, 0), 0)
-            chunk = tl.minimum(chunk, last)
+            chunk = tl.minimum(chunk, tl.max(tl.where(mass > 0, c, 0), 0))
         else:
             chunk = tl.min(tl.where(highs == highest, c, CHUNKS), 0)
             chunk = tl.minimum(chunk, C - 1)
@@ -189,8 +188,7 @@ def draw_kernel(
             inside = tl.cumsum(weight, 0)
             # Rounding may leave the target above all of the chunk: then the last token of it that has any weight.
             place = tl.min(tl.where((inside > target - before) & (weight > 0), lane, CHUNK), 0)
-            last_token = tl.max(tl.where(weight > 0, lane, 0), 0)
-            place = tl.minimum(place, last_token)
+            place = tl.minimum(place, tl.max(tl.where(weight > 0, lane, 0), 0))
             own = tl.sum(tl.where(lane == place, z, 0.0), 0)
             logprob = (own - highest).to(tl.float64) - tl.log(total)
         else:
