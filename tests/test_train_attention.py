@@ -8,7 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from meshloom.config.errors import UserError
 from meshloom.plan.compute import NotPossible, choose_attention
 from meshloom.train.attention import PackedAttention, kernel_for
-from meshloom.train.attention_kernels import Bounds, flash_attn_kernel, varlen_kernel
+from meshloom.train.attention_kernels import Bounds, flash_attn_kernel
+from meshloom.train.attention_op import attend_packed
+from meshloom.train.gather import RowIndex, take_rows
 from meshloom.train.sharing import Computed, SharedAttention
 from tests.test_train_sharing import make_groups
 
@@ -16,9 +18,19 @@ H, K, D = 4, 2, 16
 
 
 def plain_kernel(
-    query_THD: Tensor, key_UKD: Tensor, value_UKD: Tensor, queries: Bounds, keys: Bounds, *, scale: float, window
+    query_THD: Tensor,
+    key_UKD: Tensor,
+    value_UKD: Tensor,
+    queries: Bounds,
+    keys: Bounds,
+    seen: RowIndex | None,
+    *,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """What the kernels of a GPU compute, sample by sample: queries are the last tokens of their samples."""
+    if seen is not None:
+        key_UKD, value_UKD = take_rows(key_UKD, seen), take_rows(value_UKD, seen)
     bounds = [bounds.on(query_THD.device).tolist() for bounds in (queries, keys)]
     out = []
     for q0, q1, k0, k1 in zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False):
@@ -83,24 +95,12 @@ def test_a_kernel_that_cannot_be_used_is_refused_with_the_reason() -> None:
     assert caught.value.where == "model.attention"
 
 
-def test_torch_has_the_kernel_in_the_form_it_is_called_in() -> None:
-    """Keywords of the call, as ``inspect`` sees them, on the torch that is installed."""
-    import inspect
-
-    from torch.nn.attention.varlen import varlen_attn
-
-    parameters = inspect.signature(varlen_attn).parameters
-    assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert {"scale", "window_size"} <= parameters.keys()
-    assert callable(varlen_kernel())
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels compute on a GPU")
 @pytest.mark.parametrize("name", ["varlen", "flash_attn"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_kernels_of_a_gpu_equal_plain_attention(name: str, window: int | None) -> None:
     """Grouped heads, queries that are the last tokens of their samples or none at all, and gradients."""
-    kernel = {"varlen": varlen_kernel, "flash_attn": flash_attn_kernel}[name]()
+    kernel = attend_packed if name == "varlen" else flash_attn_kernel()
     if kernel is None:
         pytest.skip("flash-attn is not installed")
     bounds = Bounds([7, 0, 3, 300, 1]), Bounds([7, 12, 9, 300, 40])
@@ -111,7 +111,7 @@ def test_kernels_of_a_gpu_equal_plain_attention(name: str, window: int | None) -
     found = []
     for device, dtype, attend in (("cuda", torch.bfloat16, kernel), ("cpu", torch.float64, plain_kernel)):
         given = [x.to(device, dtype).requires_grad_() for x in rows]
-        out = attend(*given, *bounds, scale=0.125, window=window)
+        out = attend(*given, *bounds, None, scale=0.125, window=window)
         (out * weight.to(device, dtype)).sum().backward()
         found.append([x.detach().double().cpu() for x in (out, *(g.grad for g in given))])
     for ours, exact in zip(*found, strict=True):

@@ -16,10 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from meshloom.config.errors import UserError
-from meshloom.plan.compute import AttentionChoice, NotPossible, choose_attention
-from meshloom.train.attention_kernels import Bounds, Kernel, flash_attn_kernel, varlen_kernel
+from meshloom.plan.compute import AttentionChoice, AttentionName, NotPossible, choose_attention
+from meshloom.train import attention_op
+from meshloom.train.attention_kernels import Bounds, Kernel, flash_attn_kernel
 
-NAME = "meshloom"
+NAME, NAME_IN_GRAPH = "meshloom", "meshloom_in_graph"
 
 
 class AttentionLayout(Protocol):
@@ -50,6 +51,38 @@ def _attention(
 
     Never inside compiled code, which would be another one for each layer and each layout.
     """
+    _require_plain(module, layout, dropout, unused)
+    out = layout.attend(module.layer_idx, query[0], key[0], value[0], scale=scaling, window=sliding_window)
+    return out.unsqueeze(0), None
+
+
+def _attention_in_graph(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    layout: AttentionLayout | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The same; in compiled code one operator, if the kernel takes such heads. Layouts there have ``operands``."""
+    if torch.compiler.is_compiling() and attention_op.takes_head(query.shape[-1]):
+        _require_plain(module, layout, dropout, others)
+        rows = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = attention_op.attend(*rows, layout.operands, scale=scaling, window=sliding_window)
+        return out.unsqueeze(0), None
+    others |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "layout": layout}
+    return _attention(module, query, key, value, attention_mask, **others)
+
+
+def _require_plain(
+    module: torch.nn.Module, layout: AttentionLayout | None, dropout: float, unused: dict[str, Any]
+) -> None:
+    """Refuse what no kernel here computes."""
     if layout is None:
         raise RuntimeError(
             f"{type(module).__name__} did not hand the attention layout down; this model family is not supported"
@@ -62,16 +95,20 @@ def _attention(
         raise RuntimeError(
             "attention dropout makes sampler and trainer disagree; set attention_dropout to 0 in the model's config"
         )
-    out = layout.attend(module.layer_idx, query[0], key[0], value[0], scale=scaling, window=sliding_window)
-    return out.unsqueeze(0), None
 
 
 AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME_IN_GRAPH, _attention_in_graph)
 
 
-def use_layouts(model: PreTrainedModel) -> None:
-    """Make a model's layers attend through the ``layout`` keyword of its forward."""
-    model.set_attn_implementation(NAME)
+def use_layouts(model: PreTrainedModel, *, in_graph: bool = False) -> None:
+    """Make a model's layers attend through the ``layout`` keyword of its forward.
+
+    Args:
+        model: whose layers.
+        in_graph: compiled layers attend by one operator inside their code; only for layouts that were prepared for it.
+    """
+    model.set_attn_implementation(NAME_IN_GRAPH if in_graph else NAME)
 
 
 class PackedAttention:
@@ -88,18 +125,23 @@ class PackedAttention:
     def __init__(self, lengths: list[int], choice: AttentionChoice = "auto") -> None:
         self.choice = choice
         self.bounds = Bounds(lengths)
+        self.operands: attention_op.Operands | None = None
         self.runs: list[tuple[int, int]] = []
         for length in lengths:
             count = self.runs.pop()[1] if self.runs and self.runs[-1][0] == length else 0
             self.runs.append((length, count + 1))
         self._masks: dict[tuple[int, int], Tensor] = {}
 
+    def prepare(self, device: torch.device) -> None:
+        """Make the operands that compiled layers attend with."""
+        self.operands = attention_op.Operands.of(self.bounds, self.bounds, None, device)
+
     def attend(
         self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
         if (kernel := kernel_for(self.choice, query_HTD)) is not None:
             query_THD, key_TKD, value_TKD = (x.transpose(0, 1) for x in (query_HTD, key_KTD, value_KTD))
-            return kernel(query_THD, key_TKD, value_TKD, self.bounds, self.bounds, scale=scale, window=window)
+            return kernel(query_THD, key_TKD, value_TKD, self.bounds, self.bounds, None, scale=scale, window=window)
         sizes = [length * count for length, count in self.runs]
         grouped = query_HTD.shape[0] != key_KTD.shape[0]
         if grouped and query_HTD.is_cuda:
@@ -131,14 +173,27 @@ class PackedAttention:
 
 def kernel_for(choice: AttentionChoice, query: Tensor) -> Kernel | None:
     """The kernel that takes all samples in one call; none where ``scaled_dot_product_attention`` is used."""
-    return _kernel(choice, query.is_cuda, query.dtype in (torch.bfloat16, torch.float16), query.shape[-1])
+    narrow = query.dtype in (torch.bfloat16, torch.float16)
+    name = kernel_name(choice, gpu=query.is_cuda, narrow=narrow, head_dim=query.shape[-1])
+    return {"sdpa": None, "flash_attn": flash_attn_kernel(), "varlen": attention_op.attend_packed}[name]
+
+
+def attends_in_graph(choice: AttentionChoice, weight: Tensor) -> bool:
+    """Whether compiled layers of a model with such weights attend by one operator: where torch's own kernel is used."""
+    narrow = weight.dtype in (torch.bfloat16, torch.float16)
+    return choice != "sdpa" and kernel_name(choice, gpu=weight.is_cuda, narrow=narrow, head_dim=8) == "varlen"
 
 
 @cache
-def _kernel(choice: AttentionChoice, gpu: bool, narrow: bool, head_dim: int) -> Kernel | None:
-    flash = flash_attn_kernel() if gpu and choice in ("auto", "flash_attn") else None
+def kernel_name(choice: AttentionChoice, *, gpu: bool, narrow: bool, head_dim: int) -> AttentionName:
+    """The kernel that is used, on what is installed.
+
+    Raises:
+        UserError: if the one that was asked for cannot be.
+    """
+    flash = gpu and choice in ("auto", "flash_attn") and flash_attn_kernel() is not None
     try:
-        name = choose_attention(choice, gpu=gpu, narrow=narrow, head_dim=head_dim, flash_attn=flash is not None)
+        return choose_attention(choice, gpu=gpu, narrow=narrow, head_dim=head_dim, flash_attn=flash)
     except NotPossible as error:
         raise UserError(
             f"{choice} cannot compute this model's attention",
@@ -146,4 +201,3 @@ def _kernel(choice: AttentionChoice, gpu: bool, narrow: bool, head_dim: int) -> 
             why=str(error),
             fix="model.attention=auto",
         ) from error
-    return {"sdpa": None, "flash_attn": flash, "varlen": varlen_kernel() if name == "varlen" else None}[name]

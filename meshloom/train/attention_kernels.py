@@ -1,13 +1,12 @@
-"""Attention kernels that take samples end to end in one call.
+"""Attention kernels that take samples end to end in one call: what they are given, and the flash-attn package's.
 
-Owns: how torch's variable-length kernel and the flash-attn package are called, in each supported version. Refuses to know:
-layouts, which kernel a run uses. Always holds: queries are the last tokens of their samples, aligned at the sample's end;
+Owns: bounds of samples, how flash-attn is called in each supported version. Refuses to know: layouts, which kernel a run uses,
+torch's own kernel (``attention_op``). Always holds: queries are the last tokens of their samples, aligned at the sample's end;
 grouped key-value heads go in as they are wherever the kernel takes them.
 
 Legend: H query heads, K key-value heads, T query tokens, U key tokens, S samples, D width of a head.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
@@ -15,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from meshloom.train.gather import RowIndex, take_rows
 
 
 class Bounds:
@@ -49,38 +50,21 @@ class Kernel(Protocol):
         value_UKD: Tensor,
         queries: Bounds,
         keys: Bounds,
+        seen: RowIndex | None,
         *,
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Attention output [T, H, D]. ``window``: a token sees itself and window − 1 before it."""
+        """Attention output [T, H, D].
+
+        Args:
+            query_THD, key_UKD, value_UKD: of all samples, end to end.
+            queries, keys: of each sample.
+            seen: which of the given keys and values each sample's are; none: they are whole.
+            scale: of the scores.
+            window: a token sees itself and window − 1 before it; none: all before it.
+        """
         ...
-
-
-@cache
-def varlen_kernel() -> Kernel:
-    """Torch's variable-length kernel (``torch.nn.attention.varlen``), for CUDA in bfloat16 or float16."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # From torch 2.12 on the function wants to be told that heads are grouped; before, it hands them to the kernel unchecked.
-    told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-    def attend(query_THD, key_UKD, value_UKD, queries, keys, *, scale, window):
-        device = query_THD.device
-        return varlen_attn(
-            query_THD,
-            key_UKD,
-            value_UKD,
-            queries.on(device),
-            keys.on(device),
-            queries.longest,
-            keys.longest,
-            scale=scale,
-            window_size=_sides(window),
-            **({"enable_gqa": query_THD.shape[1] != key_UKD.shape[1]} if told else {}),
-        )
-
-    return attend
 
 
 @cache
@@ -90,8 +74,10 @@ def flash_attn_kernel() -> Kernel | None:
     if function is None:
         return None
 
-    def attend(query_THD, key_UKD, value_UKD, queries, keys, *, scale, window):
+    def attend(query_THD, key_UKD, value_UKD, queries, keys, seen, *, scale, window):
         device = query_THD.device
+        if seen is not None:
+            key_UKD, value_UKD = take_rows(key_UKD, seen), take_rows(value_UKD, seen)
         return function(
             query_THD,
             key_UKD,

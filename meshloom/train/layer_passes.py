@@ -4,9 +4,10 @@ Owns: ``torch.compile`` of layers, and recompute around them. Refuses to know: w
 outside ``active`` the model runs as transformers wrote it, so an engine on the same module never compiles; one piece of
 compiled code serves all layers of a kind and all lengths; what cannot be compiled is an error.
 
-Attention is called between two compiled pieces, not inside one: which layer calls and how samples are laid out then decide
-nothing about the code. Recompute is put around a layer here, not by transformers, whose own place for it differs between
-versions and lies inside what is compiled in some.
+Which layer calls and how samples are laid out decide nothing about the code: attention is one operator in it, which takes
+them as tensors (``attention_op``), or, where another kernel attends, is called between two compiled pieces. Recompute is put
+around a layer here, not by transformers, whose own place for it differs between versions and lies inside what is compiled
+in some.
 """
 
 from collections.abc import Callable, Iterator
@@ -107,7 +108,10 @@ def _compile_errors(compiled: bool) -> tuple[type[Exception], ...]:
 
 
 def _limits(compiled: bool) -> AbstractContextManager[None]:
-    """Room for all variants inside; beyond it an error, as the code would else run uncompiled and nothing would say so."""
+    """Room for all variants inside; beyond it an error, as the code would else run uncompiled and nothing would say so. A
+    layer's numbers, such as the epsilon of a norm, are constants of the code and not inputs that each call hands over."""
     if not compiled:
         return nullcontext()
-    return torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS, fail_on_recompile_limit_hit=True)
+    return torch._dynamo.config.patch(
+        recompile_limit=_MOST_VARIANTS, fail_on_recompile_limit_hit=True, specialize_float=True
+    )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshloom.config.settings import ModelSettings, OptimizerSettings
 from meshloom.plan.compute import compiles, logits_chunk_bytes
 from meshloom.samples import Samples, concat
+from meshloom.train.attention import attends_in_graph, use_layouts
 from meshloom.train.flops import Cost, Work, peak_flops
 from meshloom.train.gather import take_rows
 from meshloom.train.head import OutputHead, decoder_of, plain_model
@@ -73,9 +74,13 @@ class TrainedModel:
         self.chunk_bytes = logits_chunk_bytes(settings, gpu=self.device.type == "cuda")
         if optimizer is None:
             module.requires_grad_(False)
+        compiled = compiles(settings, gpu=self.device.type == "cuda")
+        self.in_graph = compiled and attends_in_graph(settings.attention, self.head.weight)
+        if self.in_graph:
+            use_layouts(plain_model(module), in_graph=True)
         self.layers = LayerPasses(
             self.decoder,
-            compiled=compiles(settings, gpu=self.device.type == "cuda"),
+            compiled=compiled,
             recompute=settings.gradient_checkpointing is True and optimizer is not None,
         )
         self.optimizer = None if optimizer is None else Optimizer(module, optimizer)
@@ -194,10 +199,13 @@ class TrainedModel:
         computed = computed.with_tensors(moved)
         if torch.is_grad_enabled():
             self._work += Work(len(moved["ids_C"]), len(target_N), computed.pairs())
+        layout = computed.layout(self.settings.attention)
+        if self.in_graph:
+            layout.prepare(self.device)
         hidden_CD = self.decoder(
             input_ids=moved["ids_C"][None],
             position_ids=computed.positions_C[None],
-            layout=computed.layout(self.settings.attention),
+            layout=layout,
             use_cache=False,
         ).last_hidden_state[0]
         logprob_N, entropy_N = logprobs_and_entropy(

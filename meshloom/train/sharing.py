@@ -19,8 +19,9 @@ from torch import Tensor
 
 from meshloom.plan.compute import AttentionChoice
 from meshloom.samples import Samples, SampleTooLong, pack
-from meshloom.train.attention import AttentionLayout, PackedAttention, kernel_for
+from meshloom.train.attention import PackedAttention, kernel_for
 from meshloom.train.attention_kernels import Bounds, Kernel
+from meshloom.train.attention_op import Operands
 from meshloom.train.gather import RowIndex, take_rows
 
 
@@ -106,7 +107,7 @@ class Computed:
             predictors=index("predictors"),
         )
 
-    def layout(self, choice: AttentionChoice = "auto") -> AttentionLayout:
+    def layout(self, choice: AttentionChoice = "auto") -> "PackedAttention | SharedAttention":
         """How the model's layers attend.
 
         Args:
@@ -133,6 +134,11 @@ class SharedAttention:
 
     def __init__(self, packed: PackedAttention, queries: Bounds, seen: RowIndex, first_C: Tensor) -> None:
         self._packed, self._queries, self._seen, self._first_C = packed, queries, seen, first_C
+        self.operands: Operands | None = None
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the operands that compiled layers attend with."""
+        self.operands = Operands.of(self._queries, self._packed.bounds, self._seen, device)
 
     def attend(
         self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None
@@ -156,16 +162,8 @@ class SharedAttention:
         window: int | None,
     ) -> Tensor:
         """The same by a kernel whose queries are the last tokens of their samples."""
-        key_AKD, value_AKD = (take_rows(x.transpose(0, 1), self._seen) for x in (key_KTD, value_KTD))
-        return kernel(
-            query_HTD.transpose(0, 1),
-            key_AKD,
-            value_AKD,
-            self._queries,
-            self._packed.bounds,
-            scale=scale,
-            window=window,
-        )
+        rows = (x.transpose(0, 1) for x in (query_HTD, key_KTD, value_KTD))
+        return kernel(*rows, self._queries, self._packed.bounds, self._seen, scale=scale, window=window)
 
 
 def pack_samples(
