@@ -47,7 +47,7 @@ def test_every_contradiction_is_named_with_both_values_and_the_origin() -> None:
         )
     message = str(caught.value)
     assert "optimizer.lr: 1e-05 in the checkpoint, 2e-05 now (override optimizer.lr=2e-5)" in message
-    assert "rollout.max_sequences: 256 in the checkpoint, 8 now" in message
+    assert "rollout.max_sequences: 512 in the checkpoint, 8 now" in message
     assert "batch.steps" not in message
 
 

@@ -141,9 +141,9 @@ def test_the_ledger_adds_up_by_hand(tmp_path: Path) -> None:
     layer = 4 * 8 + 3 * 8 + 3 * 4 + 4 * 16
     assert found.value("activations") == 1024 * 2 * layer * 4
     assert found.value("cache per token") == 2 * 2 * 4 * 4
-    assert found.value("key-value cache") == 256 * 1024 * 64
+    assert found.value("key-value cache") == 512 * 1024 * 64
     assert found.value("peak while updating") == 16 * parameters + 1024 * 40 + 1024 * 2 * layer * 4
-    assert found.value("peak while generating") == 12 * parameters + 256 * 1024 * 64
+    assert found.value("peak while generating") == 12 * parameters + 512 * 1024 * 64
 
 
 def test_narrow_arithmetic_needs_masters_and_halves_the_rest(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class TorchEngine:
         model: nn.Module,
         *,
         eos_ids: tuple[int, ...],
-        max_sequences: int = 256,
+        max_sequences: int = 512,
         kv_cache_bytes: int | None = None,
         prefill_tokens: int = 8192,
         decode: Decode | None = None,
