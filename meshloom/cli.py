@@ -72,16 +72,22 @@ Run = Callable[[argparse.Namespace], int]
 
 def _train(args: argparse.Namespace) -> int:
     settings = _load(TrainSettings, args.settings, resume=args.resume)
-    from meshloom.loop.train import run_training
+    from meshloom.train.ahead import CompileAhead
 
-    return run_training(settings, resume=args.resume)
+    with CompileAhead(settings) as ahead:
+        from meshloom.loop.train import run_training
+
+        return run_training(settings, resume=args.resume, ahead=ahead)
 
 
 def _sft(args: argparse.Namespace) -> int:
     settings = _load(SftSettings, args.settings, resume=args.resume)
-    from meshloom.loop.sft import run_sft
+    from meshloom.train.ahead import CompileAhead
 
-    return run_sft(settings, resume=args.resume)
+    with CompileAhead(settings) as ahead:
+        from meshloom.loop.sft import run_sft
+
+        return run_sft(settings, resume=args.resume, ahead=ahead)
 
 
 def _eval(args: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from meshloom.loop.session import Cut, Session, due, read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.samples import Samples
+from meshloom.train.ahead import CompileAhead
 from meshloom.train.load import check_model_folder, free_memory, load_tokenizer, pick_device
 from meshloom.train.model import LossParts, MicrobatchBound, TrainedModel
 from meshloom.train.snapshot import ModelSnapshot, restore
@@ -106,16 +107,20 @@ class SftProgram:
             self.session.save(ModelSnapshot.take(self.model, self.tokenizer), cut, step=self.step, score=None)
 
 
-def run_sft(settings: SftSettings, *, resume: bool) -> int:
+def run_sft(settings: SftSettings, *, resume: bool, ahead: CompileAhead | None = None) -> int:
     """Fine-tune; the exit code: 0 done, 130 stopped and saved.
+
+    Args: as ``run_training``.
 
     Raises:
         UserError: if the input is bad; nothing has been written then.
     """
     check_model_folder(settings.model.path)
-    memory = free_memory(pick_device(settings.device))
+    memory = free_memory(device := pick_device(settings.device))
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
+    if ahead is not None and device.type == "cuda":
+        ahead.begin(settings, str(device))
     checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)

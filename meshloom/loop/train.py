@@ -33,23 +33,31 @@ from meshloom.loop.session import read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.rewards.pool import RewardPool
+from meshloom.train.ahead import CompileAhead
 from meshloom.train.load import check_model_folder, free_memory, load_tokenizer, pick_device
 from meshloom.train.model import MicrobatchBound, TrainedModel
 from meshloom.train.reference import Reference
 from meshloom.train.snapshot import restore
 
 
-def run_training(settings: TrainSettings, *, resume: bool) -> int:
+def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead | None = None) -> int:
     """Train; the exit code: 0 done, 130 stopped and saved.
+
+    Args:
+        settings: of the run.
+        resume: go on from the newest checkpoint.
+        ahead: compiles meanwhile what the first update needs.
 
     Raises:
         UserError: if the input is bad; nothing has been written then.
         RunFault: if the run stops itself.
     """
     check_model_folder(settings.model.path)
-    memory = free_memory(pick_device(settings.device))
+    memory = free_memory(device := pick_device(settings.device))
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
+    if ahead is not None and device.type == "cuda":
+        ahead.begin(settings, str(device))
     check_engine(settings.rollout)
     checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)
     cut = None if checkpoint is None else read_cut(checkpoint)

@@ -60,7 +60,8 @@ def choose_recompute(
     has = device_memory if gpu else psutil.virtual_memory().total
     if has is None:
         return Recompute(on=False, is_open=True, formula="auto: follows from the GPU's memory when the run begins")
-    peak = {line.name: line.value for line in memory_ledger(settings, folder, recompute=False)}[UPDATING]
+    lines = memory_ledger(settings, folder, recompute=False)
+    peak = sum(line.value for line in lines if line.name == UPDATING and isinstance(line.value, int))
     needed = peak * (1 + _FRAGMENTS) + _LIBRARIES if gpu else peak
     margin = f" × {1 + _FRAGMENTS:g} + {_LIBRARIES // 2**30} GiB" if gpu else ""
     sign, where = (">", "more than") if needed > has else ("≤", "within")
