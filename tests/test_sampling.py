@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.rollout.protocol import SamplingParams
-from meshloom.rollout.sampling import Rows, draw, seed_keys, uniform
+from meshloom.rollout.sampling import Rows, draw, filter_logits, seed_keys, uniform
 
 CPU = torch.device("cpu")
 
@@ -152,3 +152,13 @@ def test_random_numbers_are_uniform_and_unrelated_across_seeds_and_positions():
 def test_parameters_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong)).removesuffix("s").replace("_string", "")):
         SamplingParams(**{"max_tokens": 1, **wrong})
+
+
+def test_a_tie_at_the_border_of_top_k_counts_for_top_p() -> None:
+    """Top-p took its share of exactly k tokens, although those as likely as the k-th were kept: it then kept fewer."""
+    for vocabulary in (6, 3000):
+        logits = torch.full((1, vocabulary), -50.0)
+        logits[0, :5] = torch.tensor([3.0, 2.0, 2.0, 2.0, 2.0])
+        params = SamplingParams(max_tokens=1, top_k=2, top_p=0.6)
+        filter_logits(logits, Rows.of([params], [0], logits.device))
+        assert torch.isfinite(logits)[0].nonzero().squeeze(-1).tolist() == [0, 1, 2, 3, 4]

@@ -12,12 +12,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor, nn
 
 from meshloom.rollout.decode_stack import DecodeStack, form_of
 from meshloom.rollout.kv_cache import CacheShape
+from meshloom.rollout.page_memory import settle, spare_bytes, take_pages
 from meshloom.rollout.paged_ops import Ops, TorchOps
 from meshloom.rollout.paged_scheduler import PagedScheduler, Pass, Running
 from meshloom.rollout.pages import Pages
@@ -55,7 +55,7 @@ class PagedEngine:
         model: nn.Module,
         *,
         eos_ids: tuple[int, ...],
-        max_sequences: int = 256,
+        max_sequences: int = 512,
         kv_cache_bytes: int | None = None,
         prefill_tokens: int = 8192,
         decode: Decode | None = None,
@@ -73,7 +73,7 @@ class PagedEngine:
         self._runner: StepRunner | None = None
         self._form: tuple[Any, ...] = ()
         self._generation: _Generation | None = None
-        self._asleep = False
+        self._asleep = self._has_generated = False
         self._aborted: set[int] = set()
 
     def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
@@ -133,12 +133,8 @@ class PagedEngine:
         """Bytes the cache may take now, beside the logits of a step."""
         if self._kv_cache_bytes is not None:
             return self._kv_cache_bytes
-        device = self._shape.device
-        if device.type != "cuda":
-            return psutil.virtual_memory().available // 4
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         logits = 2 * self._num_slots(requests) * self._vocabulary * 4
-        return max(0, (torch.cuda.mem_get_info(device)[0] + unused - logits) * 9 // 10)
+        return spare_bytes(self._shape.device, beside=logits)
 
     def _num_slots(self, requests: Sequence[Request]) -> int:
         return min(self._max_sequences, sum(len(request.seeds) for request in requests))
@@ -166,6 +162,9 @@ class PagedEngine:
         if self._generation is generation:
             self._generation = None
             generation.runner.use_pool([])
+            if not self._has_generated:
+                self._has_generated = True
+                settle(self._shape.device)
 
     def runner(self, requests: Sequence[Request], rules: Sequence[Sequence[int]]) -> StepRunner:
         """Buffers and graphs large enough for some requests: those there are, or new ones if the weights have moved."""
@@ -193,13 +192,9 @@ class PagedEngine:
         """Pages for some requests, as many as they can use and the memory allows."""
         longest = -(-max(map(kv_tokens, requests)) // self._page)
         useful = (self._num_slots(requests) + 2) * (longest + 1)
-        count = max(longest, min(self._cache_bytes(requests) // self._page_bytes, useful))
-        shape, device = self._shape, self._shape.device
-        if device.type == "cuda" and count * self._page_bytes > torch.cuda.mem_get_info(device)[0]:
-            torch.cuda.empty_cache()
-        size = (count, 2, shape.num_kv_heads, self._page, shape.head_dim)
-        layers = [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
-        return Pages(count, self._page), layers
+        wanted = min(self._cache_bytes(requests) // self._page_bytes, useful)
+        layers = take_pages(self._shape, self._page, wanted=wanted, fewest=longest)
+        return Pages(len(layers[0]), self._page), layers
 
     def interrupted(self) -> set[int]:
         """Requests that were aborted since the last time."""

@@ -146,11 +146,13 @@ def _threshold_among(logits_NV: Tensor, candidates: int, keep: Tensor, share: Te
     best = logits_NV.topk(candidates, dim=1).values
     highest = best[:, :1]
     everything = keep == logits_NV.shape[1]
-    weight = (best - highest).double().exp()
-    weight = torch.where(torch.arange(candidates, device=best.device) < keep, weight, 0.0)
+    lowest = torch.where(everything, -torch.inf, best.gather(1, keep.clamp(max=candidates) - 1))
+    weight = torch.where(best >= lowest, (best - highest).double().exp(), 0.0)
     total = weight.sum(1, keepdim=True)
     if candidates < logits_NV.shape[1]:
-        total = torch.where(everything, (logits_NV - highest).exp().sum(1, keepdim=True, dtype=torch.float64), total)
+        # Those beyond the candidates that are as likely as the last one kept count too.
+        kept = torch.where(logits_NV >= lowest, (logits_NV - highest).exp(), 0.0)
+        total = kept.sum(1, keepdim=True, dtype=torch.float64)
     reached = weight.cumsum(1) >= share * total
     cut = reached.any(1, keepdim=True) & (share < 1)
     last = torch.where(cut, reached.int().argmax(1, keepdim=True), keep.clamp(max=candidates) - 1)

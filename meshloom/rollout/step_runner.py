@@ -149,7 +149,8 @@ class StepRunner:
             self._step(count, filtered)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             self._step(count, filtered)
         self._graphs[count, filtered] = graph
         self.host.upload(self.slots)

@@ -26,8 +26,9 @@ class TritonOps:
     """
 
     def __init__(self, device: torch.device) -> None:
-        is_gpu = device.type == "cuda"
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
+        found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+        self._processors = 1 if found is None else found.multi_processor_count
+        self._shared_bytes = None if found is None else found.shared_memory_per_block_optin
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
         return self._norm(x_TE, (), weight_E, kind, keep=False)
@@ -89,7 +90,7 @@ class TritonOps:
             scale * _LOG2E, layer, slots.table.stride(0), 0 if window is None else window,
             H=heads, K=shape.num_kv_heads, G=shape.group, GP=max(16, next_power_of_2(shape.group)),
             D=shape.head_dim, P=shape.page, SPLITS=splits, WINDOW=window is not None,
-            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=4, num_stages=self._stages(shape, qkv),
         )  # fmt: skip
         if splits > 1:
             paged_kernels.combine_kernel[(count * heads,)](
@@ -100,6 +101,11 @@ class TritonOps:
     def _splits(self, programs: int) -> int:
         """Pieces that a sequence's pages are cut into: enough programs to fill the device a few times."""
         return min(_MOST_SPLITS, next_power_of_2(max(1, cdiv(3 * self._processors, programs))))
+
+    def _stages(self, shape: HeadShape, like: Tensor) -> int:
+        """Pages on their way at once: as many as shared memory holds, at most 3."""
+        page_bytes = 2 * shape.page * shape.head_dim * like.itemsize
+        return 3 if self._shared_bytes is None else max(1, min(3, self._shared_bytes * 9 // 10 // page_bytes))
 
     def gated(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
         width = gate_up.shape[-1] // 2

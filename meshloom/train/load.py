@@ -26,13 +26,13 @@ warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated
 
 
 def pick_device(name: str) -> torch.device:
-    """The device a setting means.
+    """The device a setting means, made the one that kernels and streams go to.
 
     Raises:
         UserError: if it is not there.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -42,6 +42,8 @@ def pick_device(name: str) -> torch.device:
         raise UserError(
             f"device {name} is not there", where="device", why=f"{found} GPU(s) are visible", fix="auto or cpu"
         )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 
