@@ -105,8 +105,8 @@ def _forward(query, key, value, queries, keys, longest, source, copies, start, s
 def _backward(
     grad, query, key, value, out, logsumexp, queries, keys, longest, source, copies, start, scale, window
 ):  # fmt: skip
-    # States of the random numbers of a dropout that is 0; the kernel reads nothing of them.
-    state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)
+    # State of the random numbers of a dropout that is 0: read by the kernel, whatever it is, and not used.
+    state, unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)
     key, value = _repeated(key, source), _repeated(value, source)
     grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
         grad.contiguous(), query.contiguous(), key, value, out, logsumexp, queries, keys, *longest.tolist(), 0.0,

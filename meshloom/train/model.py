@@ -133,6 +133,8 @@ class TrainedModel:
                 predicted = self._predict(microbatch, temperature)
                 parts = loss(upload_samples(microbatch, self.device), *predicted)
                 parts.total.backward()
+                if self.optimizer is not None:
+                    self.optimizer.collect()
             for name, value in {"loss": parts.total.detach(), **parts.stats}.items():
                 merged[name] = merged[name] + value if name in merged else value
         if self.optimizer is not None and not self._gradients_checked:

@@ -8,11 +8,13 @@ the number of the update alone; a gradient that is not finite stops the run befo
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from meshloom.config.settings import OptimizerSettings
+from meshloom.train.gradient_totals import GradientTotals
 
 
 class NotFinite(RuntimeError):
@@ -53,7 +55,9 @@ class Optimizer:
         self.settings = settings
         self.updates = 0
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.masters = {name: self._master(p) for name, p in self.parameters.items()}
+        self.masters = {name: _master(p) for name, p in self.parameters.items()}
+        narrow = {p: self.masters[name] for name, p in self.parameters.items() if self.masters[name] is not p}
+        self._totals = GradientTotals(narrow)
         plain = _without_decay(module)
         decayed = [m for name, m in self.masters.items() if name not in plain]
         undecayed = [m for name, m in self.masters.items() if name in plain]
@@ -63,38 +67,17 @@ class Optimizer:
         ]
         self.adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
-    @staticmethod
-    def _master(parameter: nn.Parameter) -> Tensor:
-        if parameter.dtype in (torch.float32, torch.float64):
-            return parameter
-        master = parameter.detach().float().clone().requires_grad_()
-
-        def collect(p: Tensor) -> None:
-            if p.grad is None:  # it was added to the total already, see ``gradient_total``
-                return
-            if master.grad is None:
-                master.grad = p.grad.float()
-            else:
-                master.grad.add_(p.grad)
-            p.grad = None
-
-        parameter.register_post_accumulate_grad_hook(collect)
-        return master
-
     def gradient_total(self, parameter: Tensor) -> Callable[[], Tensor] | None:
         """What gives the float32 tensor that a parameter's gradients add up in; none if that is its own ``grad``, or if it is
         not trained."""
-        masters = (m for name, m in self.masters.items() if self.parameters[name] is parameter and m is not parameter)
-        master = next(masters, None)
-        if master is None:
+        name = next((name for name, p in self.parameters.items() if p is parameter), None)
+        if name is None or self.masters[name] is parameter:
             return None
+        return partial(self._totals.of, parameter)
 
-        def total() -> Tensor:
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-            return master.grad
-
-        return total
+    def collect(self) -> None:
+        """Take in the gradients of a backward pass; due after each."""
+        self._totals.add_waiting()
 
     def step(self, total_updates: int) -> StepStats:
         """Clip, update, round to the model's arithmetic, forget the gradients.
@@ -103,6 +86,7 @@ class Optimizer:
             NotFinite: names the first parameters whose gradients are not finite; no weight has changed.
             RuntimeError: if no parameter has a gradient.
         """
+        self.collect()
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         if not grads:
             raise RuntimeError("an update was asked for, but no parameter has a gradient")
@@ -169,6 +153,13 @@ class Optimizer:
                 state.setdefault(master, {})[kind] = value.to(master.device, copy=True)
         self.adamw.state.update(state)
         self.publish()
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    """What the optimizer works on: the parameter itself, or a float32 copy of one that is narrower."""
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    return parameter.detach().float().contiguous().clone().requires_grad_()
 
 
 def _without_decay(module: nn.Module) -> set[str]:
