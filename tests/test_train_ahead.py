@@ -17,7 +17,7 @@ from meshloom.train.load import load_model
 from meshloom.train.rehearsal import filled, rehearse, stand_in
 from tests.models import FAMILIES, tiny_model
 from tests.test_train_compile import Counting
-from tests.test_train_model import SETTINGS, make_samples, trained, weighted
+from tests.test_train_model import SETTINGS, trained, weighted
 
 
 def folder_of(path: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -54,7 +54,7 @@ def test_a_run_finds_every_piece_made(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)])
 def test_a_stand_in_of_every_family_trains(tmp_path: Path, family: str, lora: LoraSettings | None) -> None:
     given = ModelSettings(path=str(folder_of(tmp_path, family)), compile=False, lora=lora)
-    rehearse(given, "cpu", tokens=100, longest=30, group=2)
+    rehearse(given, "cpu", tokens=100, longest=30, group=2, asks=True)
 
 
 def test_a_stand_in_shows_all_kinds_of_layers_and_no_more(tmp_path: Path) -> None:
@@ -75,6 +75,17 @@ def test_a_rehearsal_fills_the_pass_it_is_told(tmp_path: Path) -> None:
     assert ModelSettings(**told["model"]) == settings().model
 
 
+def test_it_is_told_to_ask_only_where_the_run_does() -> None:
+    for given, asks in (
+        ((), False),
+        (("batch.prompts_per_update=64",), False),
+        (("batch.prompts_per_update=32",), True),
+        (("batch.epochs_per_step=2",), True),
+        (("algorithm.kl=loss",), True),
+    ):
+        assert json.loads(request(settings(*given), "cuda"))["asks"] is asks
+
+
 def test_nothing_is_started_where_nothing_is_compiled() -> None:
     for given in ("device=cpu", "model.compile=false", "rollout.engine=vllm"):
         with CompileAhead(settings("device=cuda", given)) as ahead:
@@ -85,6 +96,7 @@ def test_nothing_is_started_where_nothing_is_compiled() -> None:
 def test_it_ends_with_the_run(tmp_path: Path) -> None:
     with CompileAhead(settings("device=cuda")) as ahead:
         process = ahead._process
+        ahead.wait()  # not for what has not begun
         assert process is not None and process.poll() is None
     assert process.returncode is not None
 
@@ -100,8 +112,10 @@ def test_one_that_has_failed_does_not_stop_the_run(tmp_path: Path) -> None:
     given = settings("device=cuda", f"model.path={tmp_path / 'nowhere'}")
     with CompileAhead(given) as ahead:
         ahead.begin(given, "cpu")
-        assert ahead._process.wait(60) == 1
+        ahead.wait()
+        assert ahead._process.returncode == 1
         ahead.begin(given, "cpu")
+        ahead.wait()
 
 
 @pytest.mark.slow
@@ -109,7 +123,7 @@ def test_the_caches_on_disk_hold_all_that_a_run_compiles(tmp_path: Path, monkeyp
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     folder = folder_of(tmp_path / "m", "qwen2", torch.bfloat16)
     told = {"model": {"path": str(folder), "compile": True, "dtype": "bfloat16"}, "device": "cpu"}
-    text = json.dumps({**told, "tokens": 1500, "longest": 60, "group": 8})
+    text = json.dumps({**told, "tokens": 1500, "longest": 60, "group": 8, "asks": True})
     command = [sys.executable, "-m", "meshloom.train.rehearsal"]
     began = time.monotonic()
     subprocess.run(command, input=text, text=True, check=True)
@@ -128,7 +142,9 @@ def compiled_pieces(folder: str) -> str:
     given = SETTINGS.model_copy(update={"compile": True, "gradient_checkpointing": True})
     model = trained(load_model(folder, torch.bfloat16, torch.device("cpu")), 2000, settings=given)
     began = time.monotonic()
-    model.forward_backward(make_samples(), weighted, temperature=1.0)
-    model.forward(make_samples(), temperature=1.0)
+    samples = filled(700, 50, group=8, rows=90)
+    samples = samples.with_tokens(weight=torch.ones(samples.num_tokens))
+    model.forward_backward(samples, weighted, temperature=1.0)
+    model.forward(samples, temperature=1.0)
     seen = counters["aot_autograd"]
     return f"{seen['autograd_cache_hit']} {seen['autograd_cache_miss']} {time.monotonic() - began}"

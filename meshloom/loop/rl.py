@@ -5,6 +5,7 @@ compare them, the actor learns. The bounded buffer stands between rollout and tr
 every sample is made by the weights it trains. Refuses to know: devices, processes, files, how anything is computed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +56,7 @@ class RLProgram:
         version: of the actor's weights: optimizer updates made.
         draws: prompts drawn so far.
         accuracy: of the validation after this step, if there was one.
+        await_compiler: called before the trainer's first pass, at least.
     """
 
     settings: TrainSettings
@@ -68,6 +70,7 @@ class RLProgram:
     version: int = 0
     draws: int = 0
     accuracy: float | None = None
+    await_compiler: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.spread = SpreadWatch(self.settings, self.session.display.notice)
@@ -119,9 +122,11 @@ class RLProgram:
         algorithm, temperature = self.settings.algorithm, self.settings.rollout.sampling.temperature
         if self._needs_old_logprob():
             with self.session.clock.phase("log_prob"):
+                self.await_compiler()
                 batch = batch.with_tokens(old_logprob=self.roles.actor.forward(batch, temperature=temperature)[0])
         if self.roles.reference is not None:
             with self.session.clock.phase("reference"):
+                self.await_compiler()
                 batch = batch.with_tokens(
                     reference_logprob=self.roles.reference.logprobs(batch, temperature=temperature)
                 )
@@ -131,6 +136,7 @@ class RLProgram:
         """The updates of a step: what each reported, and what its optimizer step did."""
         reports, steps = [], []
         with self.session.clock.phase("update"):
+            self.await_compiler()
             for update in self.updates(batch):
                 objective = PolicyObjective.of(update, self.settings.algorithm)
                 temperature = self.settings.rollout.sampling.temperature

@@ -143,4 +143,6 @@ def run_sft(settings: SftSettings, *, resume: bool, ahead: CompileAhead | None =
         program = SftProgram(settings, session, model, examples, order, tokenizer, plan.updates)
         program.step = 0 if cut is None else cut.values["step"]
         set_random_states(cut, settings.seed)
+        if ahead is not None:
+            ahead.wait()
         return program.run()

@@ -80,6 +80,8 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
         buffer = GroupBuffer(settings.algorithm.max_lag_versions)
         program = RLProgram(settings, session, roles, order, buffer, tokenizer, plan.updates)
+        if ahead is not None:
+            program.await_compiler = ahead.wait
         if cut is not None:
             program.load(cut)
         set_random_states(cut, settings.seed)

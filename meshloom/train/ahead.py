@@ -1,8 +1,9 @@
 """Compiling the layers ahead, in a process of its own, while the run that needs them still loads and generates.
 
-Owns: that process, what it is told, and its end. Refuses to know: the run's weights and data. Always holds: a run never waits
-for it, and gets no number from it: all it leaves are entries in the compilers' caches on disk, which hold the code that the run
-would compile itself; it opens the GPU after the run has, so a GPU that takes one process only is the run's.
+Owns: that process, what it is told, and its end. Refuses to know: the run's weights and data. Always holds: a run gets no
+number from it: all it leaves are entries in the compilers' caches on disk, which hold the code that the run would compile
+itself; a run waits for it only before it would do that, for a bounded time, and goes on without it if it fails; it opens the
+GPU after the run has, so a GPU that takes one process only is the run's.
 
 This module needs no torch; the process itself is ``meshloom.train.rehearsal``.
 """
@@ -14,10 +15,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from meshloom.config.settings import SftSettings, TrainSettings
+from meshloom.config.settings import KlPlace, SftSettings, TrainSettings
 from meshloom.plan.compute import compiles
 from meshloom.plan.ledger import longest_sample_tokens, most_microbatch_tokens
 from meshloom.plan.memory import on_gpu
+
+_DEADLINE_S = 60.0
+"""Most seconds a run waits; to compile all by itself takes less."""
 
 
 class CompileAhead:
@@ -65,16 +69,27 @@ class CompileAhead:
         with suppress(BrokenPipeError), told:  # it may have ended; the run then compiles by itself
             told.write(request(settings, device))
 
+    def wait(self) -> None:
+        """Wait until what was begun is compiled: what is almost done would else be done over again."""
+        if self._process is not None and self._process.stdin is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_DEADLINE_S)
+
 
 def request(settings: TrainSettings | SftSettings, device: str) -> str:
     """What the process is told: the model, its device, and sizes like those of the run's first pass."""
     tokens = most_microbatch_tokens(settings)
-    group = settings.batch.samples_per_prompt if isinstance(settings, TrainSettings) else 1
+    group, asks = 1, False
+    if isinstance(settings, TrainSettings):
+        batch, group = settings.batch, settings.batch.samples_per_prompt
+        one_update = batch.prompts_per_update in (None, batch.prompts_per_step) and batch.epochs_per_step == 1
+        asks = not one_update or settings.algorithm.kl is not KlPlace.NONE
     told = {
         "model": settings.model.model_dump(mode="json"),
         "device": device,
         "tokens": tokens,
         "longest": min(tokens, longest_sample_tokens(settings)),
         "group": group,
+        "asks": asks,
     }
     return json.dumps(told)

@@ -108,9 +108,17 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
         UserError: if the folder cannot be loaded, weights are missing from it, or its family is not supported.
     """
     folder = check_model_folder(path)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     try:
+        # With a place for all of it, weights go from the files to the device without a whole model in memory before.
         model, info = AutoModelForCausalLM.from_pretrained(
-            str(folder.resolve()), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+            str(folder.resolve()),
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"the model in {folder} cannot be loaded: {error}", where="model.path") from error
@@ -122,7 +130,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
         )
     use_layouts(model)
     fit_threads(device)
-    model.to(device).eval()
+    model.eval()
     check_head(model)
     for module in _apart_from_text(model).values():
         module.requires_grad_(False)

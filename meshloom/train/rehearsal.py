@@ -34,8 +34,10 @@ _BEHIND = 5
 """How much later than the run's this process gets the processor, in steps of ``nice``."""
 
 
-def rehearse(settings: ModelSettings, device: str, *, tokens: int, longest: int, group: int) -> None:
-    """Compile all that an update and log-probs without gradients need.
+def rehearse(
+    settings: ModelSettings, device: str, *, tokens: int, longest: int, group: int, asks: bool = False
+) -> None:
+    """Compile all that an update needs.
 
     Args:
         settings: the run's model.
@@ -43,6 +45,7 @@ def rehearse(settings: ModelSettings, device: str, *, tokens: int, longest: int,
         tokens: of a pass.
         longest: tokens of its longest sample.
         group: samples that begin with the same prompt.
+        asks: whether the run asks for log-probs without gradients too.
     """
     where, tokens = pick_device(device), min(tokens, _MOST_TOKENS)
     if where.type == "cuda":
@@ -55,7 +58,8 @@ def rehearse(settings: ModelSettings, device: str, *, tokens: int, longest: int,
         parameter.requires_grad_()
     samples = filled(tokens, min(longest, tokens), group=group, rows=trained.head.weight.shape[0])
     trained.forward_backward(samples, lambda _, logprob_T, __: LossParts(logprob_T.mean(), {}), temperature=1.0)
-    trained.forward(samples, temperature=1.0)
+    if asks:
+        trained.forward(samples, temperature=1.0)
 
 
 def stand_in(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -98,6 +102,8 @@ def main() -> None:
     if text := sys.stdin.read():
         told = json.loads(text)
         rehearse(ModelSettings(**told.pop("model")), told.pop("device"), **told)
+        # Nothing here has to be put in order, and closing the GPU would keep the run waiting.
+        os._exit(0)
 
 
 if __name__ == "__main__":
