@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from meshloom.weights.checksum import MULTIPLIER, SHIFT, Checksums, bits, checksum_into
+from meshloom.weights.checksum import MULTIPLIER, SHIFT, Checksums, bits, checksums_into
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    out = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    checksum_into(out, tensor)
+    out = torch.zeros(1, dtype=torch.int64, device=tensor.device)
+    checksums_into(out, [tensor])
     return int(out)
 
 
@@ -37,17 +37,16 @@ def test_chunks_do_not_change_the_sum(monkeypatch):
     assert checksum(tensor) == whole
 
 
-@pytest.mark.parametrize("count", [1, 8191, 8192, 8193, 20_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_gives_the_plain_sum(count, dtype):
-    """On the processor in Triton's interpreter; odd sizes in bfloat16 are summed as 16-bit integers."""
+def test_the_kernel_gives_the_plain_sums_of_many_tensors():
+    """On the processor in Triton's interpreter; odd sizes in bfloat16 are summed as 16-bit integers, bytes as they are."""
     pytest.importorskip("triton")
-    from meshloom.weights.checksum_kernel import add_checksum
+    from meshloom.weights.copy_kernels import add_checksums
 
-    tensor = torch.randn(count).to(dtype).to(DEVICE)
-    out = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    add_checksum(out, bits(tensor))
-    assert int(out) == checksum(tensor.cpu())
+    kinds = (torch.float32, torch.bfloat16, torch.int8)
+    tensors = [(torch.randn(n) * 50).to(kind).to(DEVICE) for n in (1, 0, 8191, 8192, 8193, 20_000) for kind in kinds]
+    out = torch.zeros(len(tensors), dtype=torch.int64, device=DEVICE)
+    add_checksums(out, [bits(t) for t in tensors])
+    assert out.tolist() == [checksum(tensor.cpu()) for tensor in tensors]
 
 
 def test_any_changed_bit_swapped_values_and_swapped_rows_are_noticed():

@@ -202,6 +202,16 @@ def test_a_copy_that_goes_wrong_stops_the_run_by_name(monkeypatch):
         movement.move(receiver)
 
 
+def test_wider_weights_are_rounded_on_the_way():
+    model = trained("llama")
+    source = WeightsSource(model)
+    receiver, movement = FusedReceiver(FusedModel(dict(source())).bfloat16()), Movement(source)
+    for seed in (1, 2):
+        changed(model, seed)
+        assert movement.move(receiver).direct
+        assert receiver.fused.holds({name: tensor.bfloat16() for name, tensor in source()})
+
+
 @pytest.mark.parametrize("kind", ["shape", "dtype", "missing", "unknown"])
 def test_tensors_other_than_agreed_stop_the_run_by_name(kind):
     tensors = dict(WeightsSource(trained("llama"))())

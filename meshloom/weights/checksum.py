@@ -25,24 +25,25 @@ def bits(tensor: Tensor) -> Tensor:
     """The raw bits of a tensor as a flat one of the widest integers (32, 16 or 8 bits) that fit its size."""
     flat = tensor.detach().contiguous().reshape(-1)
     width = next(width for width in _INTEGERS if flat.nbytes % width == 0)
-    if flat.data_ptr() % width:
+    if flat.data_ptr() % width or flat.storage_offset() * flat.itemsize % width:
         flat = flat.clone()
     return flat.view(torch.int8).view(_INTEGERS[width])
 
 
-def checksum_into(out: Tensor, tensor: Tensor) -> None:
-    """Add a tensor's checksum to ``out``, an int64 scalar on its device that is 0 before."""
-    values = bits(tensor)
-    if values.is_cuda:
-        from meshloom.weights.checksum_kernel import add_checksum
+def checksums_into(out_N: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Add the checksums of tensors to ``out_N``, int64 [tensors] on their device that is 0 before."""
+    values = [bits(tensor) for tensor in tensors]
+    if out_N.is_cuda:
+        from meshloom.weights.copy_kernels import add_checksums
 
-        add_checksum(out, values)
+        add_checksums(out_N, values)
         return
-    for start in range(0, len(values), _CHUNK):
-        chunk = values[start : start + _CHUNK]
-        place = torch.arange(start, start + len(chunk), device=chunk.device)
-        mixed = place * MULTIPLIER
-        out += (chunk.to(torch.int64) * ((mixed ^ (mixed >> SHIFT)) | 1)).sum()
+    for out, each in zip(out_N.unbind(), values, strict=True):
+        for start in range(0, len(each), _CHUNK):
+            chunk = each[start : start + _CHUNK]
+            place = torch.arange(start, start + len(chunk), device=chunk.device)
+            mixed = place * MULTIPLIER
+            out += (chunk.to(torch.int64) * ((mixed ^ (mixed >> SHIFT)) | 1)).sum()
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ class Checksums:
         """Compute them. Nothing waits for the device; all tensors are on one."""
         device = tensors[0].device if tensors else None
         values = torch.zeros(len(names), dtype=torch.int64, device=device)
-        for out, tensor in zip(values.unbind(), tensors, strict=True):
-            checksum_into(out, tensor)
+        checksums_into(values, tensors)
         return cls(tuple(names), values)
 
     def differing(self, other: "Checksums") -> list[str]:

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from meshloom.config.errors import RunFault
 from meshloom.weights.checksum import Checksums
+from meshloom.weights.copies import Copier
 from meshloom.weights.manifest import Manifest
 from meshloom.weights.tracing import PlaceTable, unlike_loaders, watch_loading
 
-_BUCKET_BYTES = 1 << 30
-"""Copied in one call. Tensors that are made on the way (merged adapters) are alive for one bucket."""
+_BUCKET_BYTES = 1 << 28
+"""Copied in one call, while the processor gathers the next. Tensors that are made on the way (merged adapters) are alive for
+one bucket."""
 
 Tensors = Iterable[tuple[str, Tensor]]
 
@@ -83,15 +85,17 @@ class DirectCopy:
     Args:
         table: where each tensor belongs.
         manifest: the tensors that must come.
+        copier: copies each bucket under its number.
     """
 
     table: PlaceTable
     manifest: Manifest
+    copier: Copier
 
     def run(self, tensors: Tensors) -> None:
         """Copy, without checksums. Nothing waits for the device."""
-        for _ in self._copied(tensors):
-            pass
+        for number, _, parts, targets in self._buckets(tensors):
+            self.copier.copy(number, parts, targets)
 
     def run_and_verify(self, tensors: Tensors) -> str:
         """Copy, and compare what was sent with what is there, each tensor by its checksum. Waits for the device once.
@@ -103,27 +107,23 @@ class DirectCopy:
             RunFault: that names the tensors that did not arrive.
         """
         names: list[str] = []
-        sent: list[Tensor] = []
-        there: list[Tensor] = []
-        for copied, parts, targets in self._copied(tensors):
+        sums: list[tuple[Tensor, Tensor]] = []
+        for number, copied, parts, targets in self._buckets(tensors):
             names += copied
-            sent.append(Checksums.of(copied, parts).values)
-            there.append(Checksums.of(copied, targets).values)
-        before, after = (Checksums(tuple(names), torch.cat(values)) for values in (sent, there))
+            sums.append(self.copier.copy_and_sum(number, parts, targets))
+        before, after = (Checksums(tuple(names), torch.cat(values)) for values in zip(*sums, strict=True))
         if lost := before.differing(after):
             raise _not_there(lost, "its checksum at the engine is not the trainer's")
         return before.total()
 
-    def _copied(self, tensors: Tensors) -> Iterator[tuple[list[str], list[Tensor], list[Tensor]]]:
-        """Names, parts and their places of each bucket, once it is copied."""
+    def _buckets(self, tensors: Tensors) -> Iterator[tuple[int, list[str], list[Tensor], list[Tensor]]]:
+        """Number, names, parts and their places of each bucket; a part that is wider than its place is rounded."""
         for target, value in self.table.fills:
             target.fill_(value)
-        for bucket in _buckets(_checked(tensors, self.manifest)):
+        for number, bucket in enumerate(_buckets(_checked(tensors, self.manifest))):
             placed = [(name, place, tensor) for name, tensor in bucket for place in self.table.places[name]]
-            parts = [place.part(tensor) for _, place, tensor in placed]
-            targets = [place.target for _, place, _ in placed]
-            torch._foreach_copy_(targets, parts, non_blocking=True)
-            yield [name for name, _, _ in placed], parts, targets
+            parts = [place.part(tensor).to(place.target.dtype) for _, place, tensor in placed]
+            yield number, [name for name, _, _ in placed], parts, [place.target for _, place, _ in placed]
 
 
 class Movement:
@@ -172,7 +172,8 @@ class Movement:
         table = watch_loading(receiver.load, _checked(self._source(), manifest))
         self.not_direct = table.incomplete(manifest)
         if not self.not_direct:
-            direct = DirectCopy(table, manifest)
+            gpu = any(parameter.is_cuda for parameter in receiver.model().parameters())
+            direct = DirectCopy(table, manifest, Copier(kernels=gpu))
             self.not_direct = unlike_loaders(receiver.model(), lambda: direct.run(self._source()))
             if not self.not_direct:
                 self.direct = direct
