@@ -85,6 +85,7 @@ class TrainedModel:
         )
         self.optimizer = None if optimizer is None else Optimizer(module, optimizer)
         self._gradients_checked = False
+        self._weight_places: list[tuple[str, nn.Module, str]] = []
         self._work = Work()
         if self.optimizer is not None:
             self.head.gradient_total = self.optimizer.gradient_total(self.head.weight)
@@ -171,7 +172,9 @@ class TrainedModel:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors as the Hugging Face folder has them, adapters apart; the tensors themselves, not copies."""
-        yield from ((name, p.detach()) for name, p in self.module.state_dict().items())
+        if not self._weight_places:
+            self._weight_places = [_place_of(self.module, name) for name in self.module.state_dict()]
+        yield from ((name, getattr(owner, leaf).detach()) for name, owner, leaf in self._weight_places)
 
     def to(self, device: torch.device) -> None:
         """Move the model to a device, with its optimizer."""
@@ -227,3 +230,9 @@ class TrainedModel:
         if without:
             raise RuntimeError(f"{len(without)} parameters that should train got no gradient, among them {without[:3]}")
         self._gradients_checked = True
+
+
+def _place_of(module: nn.Module, name: str) -> tuple[str, nn.Module, str]:
+    """A tensor's name in the state dict, the module that holds it, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    return name, module.get_submodule(path), leaf
