@@ -64,9 +64,8 @@ def choose_recompute(
     peak = sum(line.value for line in lines if line.name == UPDATING and isinstance(line.value, int))
     needed = peak * (1 + _FRAGMENTS) + _LIBRARIES if gpu else peak
     margin = f" × {1 + _FRAGMENTS:g} + {_LIBRARIES // 2**30} GiB" if gpu else ""
-    sign, where = (">", "more than") if needed > has else ("≤", "within")
     formula = (
-        f"auto: {UPDATING} without it, {peak / 2**30:,.1f} GiB{margin} {sign} {has / 2**30:,.1f} GiB, "
-        f"{where} what {'the GPU has free' if gpu else 'this machine has'}"
+        f"auto: {UPDATING} without it, {peak / 2**30:,.1f} GiB{margin} {'>' if needed > has else '≤'} "
+        f"{has / 2**30:,.1f} GiB that {'the GPU has free' if gpu else 'this machine has'}"
     )
     return Recompute(on=needed > has, is_open=False, formula=formula)

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._inductor.compile_fx  # noqa: F401  while the run imports as much
+from torch._inductor.async_compile import maybe_warm_pool
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshloom.config.settings import ModelSettings
@@ -99,6 +101,9 @@ def filled(tokens: int, longest: int, *, group: int, rows: int) -> Samples:
 def main() -> None:
     """Wait to be told what to compile, everything being imported; nothing told means that the run has ended."""
     os.nice(_BEHIND)
+    if torch.cuda.is_available():
+        # Kernels are compiled one by one in this process until its workers are there, which takes seconds.
+        maybe_warm_pool()
     if text := sys.stdin.read():
         told = json.loads(text)
         rehearse(ModelSettings(**told.pop("model")), told.pop("device"), **told)
