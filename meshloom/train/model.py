@@ -85,6 +85,7 @@ class TrainedModel:
         )
         self.optimizer = None if optimizer is None else Optimizer(module, optimizer)
         self._gradients_checked = False
+        self._submodules = [(child, ".lora_dropout." in name) for name, child in module.named_modules()]
         self._weight_places: list[tuple[str, nn.Module, str]] = []
         self._work = Work()
         if self.optimizer is not None:
@@ -101,7 +102,7 @@ class TrainedModel:
         Returns:
             Two tensors [T] on the CPU, 0 where ``mask`` is false.
         """
-        self.module.eval()
+        self._set_mode(adapter_dropout=False)
         packed = self._pack(samples)
         parts = []
         with torch.no_grad(), self.layers.active(), nullcontext() if adapters else self.module.disable_adapter():
@@ -126,7 +127,7 @@ class TrainedModel:
         Returns:
             ``loss``, and what the loss reported, merged over microbatches, by name.
         """
-        self._set_training_mode()
+        self._set_mode(adapter_dropout=True)
         merged: dict[str, Any] = {}
         for indices in self._pack(samples):
             microbatch = samples.select(indices)
@@ -183,12 +184,12 @@ class TrainedModel:
         if self.optimizer is not None:
             self.optimizer.to(device)
 
-    def _set_training_mode(self) -> None:
+    def _set_mode(self, *, adapter_dropout: bool) -> None:
         """Evaluation mode, but for the adapters' own dropout. The model's would make sampler and trainer disagree."""
-        self.module.eval()
-        for name, module in self.module.named_modules():
-            if ".lora_dropout." in name:
-                module.training = True
+        for module, of_adapter in self._submodules:
+            training = adapter_dropout and of_adapter
+            if module.training is not training:
+                module.training = training
 
     def _pack(self, samples: Samples) -> list[list[int]]:
         if bool(samples["mask"][samples.offsets[:-1]].any()):
