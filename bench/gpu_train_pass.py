@@ -5,6 +5,7 @@ Usage: python bench/gpu_train_pass.py [--size 0.5b 1.5b 7b] [--shared] [--compar
 What is timed is ``TrainedModel.forward_backward`` as runs use it: cutting samples, layers, log-probs and entropy, a loss whose
 gradient differs at every token, gradients that add up in float32 masters. The optimizer's own step is not in it. Passes follow
 each other without a wait, as microbatches do; the median interval counts, after one pass that compiles and one that warms up.
+Beside it stands what the kernels of one pass took in all: where the clock shows more, the device waited for the processor.
 
 Operations are 6·N·T: N all parameters but an embedding table that is not the head's too, T all tokens of the samples, also
 those that are not predicted. The share is of this device's own matrix rate, an 8192³ bfloat16 product measured here.
@@ -47,6 +48,8 @@ class Measured:
     """One row of the table."""
 
     seconds: float
+    kernels_s: float
+    launches: int
     first_s: float
     head_s: float
     tokens: int
@@ -145,8 +148,11 @@ def measure(given: argparse.Namespace, size: str, *, compiled: bool) -> Measured
         show_profile(one_pass)
     shape = SHAPES[size]
     cost = Cost.of(model.decoder, model.head.weight, layers=shape.layers, query_width=shape.hidden)
+    kernels_s, launches = device_work(one_pass)
     return Measured(
         seconds=seconds,
+        kernels_s=kernels_s,
+        launches=launches,
         first_s=first_s,
         head_s=head_seconds(model, int(samples["mask"].sum()), given.repeats),
         tokens=samples.num_tokens,
@@ -170,6 +176,26 @@ def head_seconds(model: TrainedModel, rows: int, repeats: int) -> float:
 
     once()
     return intervals(once, repeats)
+
+
+def device_work(one_pass: Callable[[], object]) -> tuple[float, int]:
+    """Seconds of all kernels and copies of a pass on the device, and their number; on a processor, of its operators.
+
+    What the clock shows beyond them is time in which the device waited for the processor.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    gpu = DEVICE.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as found:
+        one_pass()
+        synchronize()
+    events = found.key_averages()
+    if gpu:
+        events = [e for e in events if e.device_type == DeviceType.CUDA]
+        return sum(e.self_device_time_total for e in events) / 1e6, sum(e.count for e in events)
+    events = [e for e in events if e.key.startswith(("aten::", "meshloom::"))]
+    return sum(e.self_cpu_time_total for e in events) / 1e6, sum(e.count for e in events)
 
 
 def show_profile(one_pass: Callable[[], object]) -> None:
@@ -197,6 +223,8 @@ def run(given: argparse.Namespace, out: Console, size: str, rate: float) -> None
         [
             name,
             f"{m.seconds * 1e3:.1f}",
+            f"{m.kernels_s * 1e3:.1f}",
+            f"{m.launches:,}",
             f"{m.head_s * 1e3:.1f}",
             f"{m.tokens / m.seconds:,.0f}",
             f"{m.flops / m.seconds / 1e12:.1f}",
@@ -206,7 +234,18 @@ def run(given: argparse.Namespace, out: Console, size: str, rate: float) -> None
         ]
         for name, m in found.items()
     ]
-    headings = ["", "ms", "of it head", "tokens/s", "TFLOP/s", "of matrix rate", "peak GiB", "first pass s"]
+    headings = [
+        "",
+        "ms",
+        "kernels ms",
+        "launches",
+        "of it head ms",
+        "tokens/s",
+        "TFLOP/s",
+        "of matrix rate",
+        "peak GiB",
+    ]
+    headings += ["first pass s"]
     kind = "shared prompts" if given.shared else "prompts of their own"
     tokens = next(iter(found.values())).tokens
     print_table(out, f"{size}, {tokens:,} tokens, {kind}; matrix rate {rate / 1e12:.0f} TFLOP/s", headings, rows)

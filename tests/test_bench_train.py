@@ -27,8 +27,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 def test_a_training_pass_is_measured(run, arguments: tuple[str, ...]) -> None:
     lines = run("gpu_train_pass", "--eager", *arguments)
     row = next(line for line in lines if "│ not compiled" in line)
-    ms, head, tokens, *_ = (cell.strip().replace(",", "") for cell in row.strip("│").split("│")[1:])
+    ms, kernels, launches, head, tokens, *_ = (cell.strip().replace(",", "") for cell in row.strip("│").split("│")[1:])
     assert float(ms) > float(head) > 0 and int(tokens) > 0
+    assert float(kernels) > 0 and int(launches) > 100
     assert re.fullmatch(r"ratio \(tiny\): \d+\.\d\d  6·N·T ÷ seconds ÷ matrix rate", lines[-1])
 
 
