@@ -46,7 +46,7 @@ _ALL_BEFORE = -1
 _WIDEST_HEAD = 256
 _OPERANDS = """Tensor queries, Tensor keys, Tensor longest, Tensor? source, Tensor? copies, Tensor? start,
     float scale, int window"""
-_library = torch.library.Library("meshloom", "DEF")
+_library = torch.library.Library("meshloom", "FRAGMENT")
 _library.define(f"attend(Tensor query, Tensor key, Tensor value, {_OPERANDS}) -> (Tensor, Tensor)")
 _library.define(
     "attend_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
