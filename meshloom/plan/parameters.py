@@ -4,9 +4,9 @@ Owns: what each family's layers hold, and what of it one token meets. Refuses to
 Always holds: a count is exact, tensor by tensor as transformers 5 builds the model (a test compares them), or the family is
 refused; nothing is guessed.
 
-A tied head is no parameter of its own. Layers that predict further tokens (DeepSeek's multi-token prediction) are in the files
-of weights, with copies of both tables; transformers loads them only for speculative decoding, without the copies: they are
-counted apart.
+A tied head is no parameter of its own. Layers that predict further tokens (DeepSeek's multi-token prediction) are in the
+files of weights, with copies of both tables; transformers loads them only for speculative decoding, without the copies: they
+are counted apart.
 """
 
 from collections.abc import Callable, Mapping
