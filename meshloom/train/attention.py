@@ -33,6 +33,12 @@ class AttentionLayout(Protocol):
         ...
 
 
+class PreparedLayout(AttentionLayout, Protocol):
+    """A layout that compiled layers attend through."""
+
+    operands: attention_op.Operands | None
+
+
 @torch.compiler.disable
 def _attention(
     module: torch.nn.Module,
@@ -66,14 +72,15 @@ def _attention_in_graph(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    layout: AttentionLayout | None = None,
+    layout: PreparedLayout | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The same; in compiled code one operator, if the kernel takes such heads. Layouts there have ``operands``."""
     if torch.compiler.is_compiling() and attention_op.takes_head(query.shape[-1]):
         _require_plain(module, layout, dropout, others)
-        rows = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = attention_op.attend(*rows, layout.operands, scale=scaling, window=sliding_window)
+        assert layout is not None and layout.operands is not None
+        query_THD, key_TKD, value_TKD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+        out = attention_op.attend(query_THD, key_TKD, value_TKD, layout.operands, scale=scaling, window=sliding_window)
         return out.unsqueeze(0), None
     others |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "layout": layout}
     return _attention(module, query, key, value, attention_mask, **others)
@@ -175,7 +182,9 @@ def kernel_for(choice: AttentionChoice, query: Tensor) -> Kernel | None:
     """The kernel that takes all samples in one call; none where ``scaled_dot_product_attention`` is used."""
     narrow = query.dtype in (torch.bfloat16, torch.float16)
     name = kernel_name(choice, gpu=query.is_cuda, narrow=narrow, head_dim=query.shape[-1])
-    return {"sdpa": None, "flash_attn": flash_attn_kernel(), "varlen": attention_op.attend_packed}[name]
+    if name == "flash_attn":
+        return flash_attn_kernel()
+    return attention_op.attend_packed if name == "varlen" else None
 
 
 def attends_in_graph(choice: AttentionChoice, weight: Tensor) -> bool:

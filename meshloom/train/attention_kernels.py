@@ -51,6 +51,7 @@ class Kernel(Protocol):
         queries: Bounds,
         keys: Bounds,
         seen: RowIndex | None,
+        /,
         *,
         scale: float,
         window: int | None,

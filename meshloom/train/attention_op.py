@@ -127,7 +127,7 @@ def _repeated(x_CKD: Tensor, source_A: Tensor | None) -> Tensor:
 
 
 def _added_up(grad_AKD: Tensor, copies_A: Tensor | None, start_C1: Tensor | None) -> Tensor:
-    if copies_A is None:
+    if copies_A is None or start_C1 is None:
         return grad_AKD
     from meshloom.train.gather_kernels import sum_copies
 

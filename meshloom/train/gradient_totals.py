@@ -28,7 +28,7 @@ class GradientTotals:
         for parameter in self._masters:
             parameter.register_post_accumulate_grad_hook(self._take)
 
-    def of(self, parameter: Tensor) -> Tensor:
+    def of(self, parameter: nn.Parameter) -> Tensor:
         """A parameter's total, zeros if it has none yet: for who adds to it past the parameter's ``grad``."""
         master = self._masters[parameter]
         if master.grad is None:
@@ -53,13 +53,14 @@ class GradientTotals:
             self.add_waiting()
 
     def _add(self, parameters: list[nn.Parameter]) -> None:
-        masters = [self._masters[p] for p in parameters]
-        gradients = [p.grad.contiguous() for p in parameters]
-        fresh = [m.grad is None for m in masters]
-        for master, is_fresh in zip(masters, fresh, strict=True):
-            if is_fresh:
-                master.grad = torch.empty_like(master)
-        totals = [m.grad for m in masters]
+        gradients = [p.grad.contiguous() for p in parameters if p.grad is not None]
+        totals: list[Tensor] = []
+        fresh: list[bool] = []
+        for master in (self._masters[p] for p in parameters):
+            fresh.append(master.grad is None)
+            total = torch.empty_like(master) if master.grad is None else master.grad
+            master.grad = total
+            totals.append(total)
         if totals[0].is_cuda:
             # Imported here: its kernel needs Triton, which torch for the processor does not bring.
             from meshloom.train.gradient_kernels import add_gradients

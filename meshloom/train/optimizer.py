@@ -70,10 +70,10 @@ class Optimizer:
     def gradient_total(self, parameter: Tensor) -> Callable[[], Tensor] | None:
         """What gives the float32 tensor that a parameter's gradients add up in; none if that is its own ``grad``, or if it is
         not trained."""
-        name = next((name for name, p in self.parameters.items() if p is parameter), None)
-        if name is None or self.masters[name] is parameter:
-            return None
-        return partial(self._totals.of, parameter)
+        for name, each in self.parameters.items():
+            if each is parameter and self.masters[name] is not parameter:
+                return partial(self._totals.of, each)
+        return None
 
     def collect(self) -> None:
         """Take in the gradients of a backward pass; due after each."""

@@ -162,8 +162,16 @@ class SharedAttention:
         window: int | None,
     ) -> Tensor:
         """The same by a kernel whose queries are the last tokens of their samples."""
-        rows = (x.transpose(0, 1) for x in (query_HTD, key_KTD, value_KTD))
-        return kernel(*rows, self._queries, self._packed.bounds, self._seen, scale=scale, window=window)
+        return kernel(
+            query_HTD.transpose(0, 1),
+            key_KTD.transpose(0, 1),
+            value_KTD.transpose(0, 1),
+            self._queries,
+            self._packed.bounds,
+            self._seen,
+            scale=scale,
+            window=window,
+        )
 
 
 def pack_samples(
