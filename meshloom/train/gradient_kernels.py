@@ -26,7 +26,7 @@ def add_gradients(totals: Sequence[Tensor], gradients: Sequence[Tensor], fresh: 
     table = TensorTable.of(sizes, addresses, [[int(f) for f in fresh]], tile=_TILE, device=totals[0].device)
     if table.tiles:
         kind = _KINDS[str(gradients[0].dtype)]
-        _add[table.tiles,](table.fields_FN, table.count, table.steps, kind, table.aligned, _TILE, num_warps=4)
+        _add[table.tiles,](table.fields_FN, table.count, table.steps, kind, table.aligned, _TILE, num_warps=8)
 
 
 _KINDS = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
@@ -37,10 +37,10 @@ def _add(table, count, steps, kind: tl.constexpr, aligned: tl.constexpr, tile: t
     this = tl.program_id(0)
     i = tensor_of_tile(table, count, steps, this)
     begin, size = (this - tl.load(table + i)) * tile, tl.load(table + count + i)
-    total = pointer_of(tl.load(table + 2 * count + i), tl.float32, aligned)
-    gradient = pointer_of(tl.load(table + 3 * count + i), kind, aligned)
+    total = pointer_of(tl.load(table + 2 * count + i), tl.float32, aligned) + begin
+    gradient = pointer_of(tl.load(table + 3 * count + i), kind, aligned) + begin
     fresh = tl.load(table + 4 * count + i) != 0
-    place = begin + tl.arange(0, tile)
+    place = tl.arange(0, tile)
     # Whole tiles apart: without a mask they are read and written in vectors.
     if begin + tile <= size:
         added = tl.load(gradient + place).to(tl.float32)
@@ -48,7 +48,7 @@ def _add(table, count, steps, kind: tl.constexpr, aligned: tl.constexpr, tile: t
             added += tl.load(total + place)
         tl.store(total + place, added)
     else:
-        inside = place < size
+        inside = place < (size - begin).to(tl.int32)
         added = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
         if not fresh:
             added += tl.load(total + place, mask=inside, other=0.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshloom.train.tensor_table import VECTOR_BYTES, TensorTable, pointer_of, tensor_of_tile
 from meshloom.weights.checksum import MULTIPLIER, SHIFT
 
-_TILE = 8192
+_TILE = 4096
 _INTEGERS = {4: tl.int32, 2: tl.int16, 1: tl.int8}
 _SOURCE, _TARGET = 2, 3
 
@@ -107,21 +107,21 @@ def _walk(
     this = tl.program_id(0)
     i = tensor_of_tile(table, count, steps, this)
     begin, size = (this - tl.load(table + i)) * tile, tl.load(table + count + i)
-    source = pointer_of(tl.load(table + read * count + i), kind, aligned)
-    target = pointer_of(tl.load(table + 3 * count + i), kind, aligned)
-    place = begin + tl.arange(0, tile)
+    source = pointer_of(tl.load(table + read * count + i), kind, aligned) + begin
+    target = pointer_of(tl.load(table + 3 * count + i), kind, aligned) + begin
+    place = tl.arange(0, tile)
     # Whole tiles apart: without a mask they are read and written in vectors.
     if begin + tile <= size:
         value = tl.load(source + place)
         if copy:
             tl.store(target + place, value)
     else:
-        inside = place < size
+        inside = place < (size - begin).to(tl.int32)
         value = tl.load(source + place, mask=inside, other=0)
         if copy:
             tl.store(target + place, value, mask=inside)
     if summed:
-        mixed = place * multiplier
+        mixed = (begin + place) * multiplier
         weight = (mixed ^ (mixed >> shift)) | 1
         out = sums + tl.load(table + 4 * count + i)
         tl.atomic_add(out, tl.sum(value.to(tl.int64) * weight, axis=0))
