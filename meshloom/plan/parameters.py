@@ -10,7 +10,7 @@ are counted apart.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Config = Mapping[str, Any]
@@ -121,6 +121,10 @@ class DecoderNumbers:
     def head_matrix(self) -> int:
         """Values of the matrix that predicts, tied or not."""
         return self.vocabulary * self.hidden
+
+    def with_scalar_head(self) -> "DecoderNumbers":
+        """The same decoder with a head of one output, as critics and reward models have."""
+        return replace(self, head=self.hidden, vocabulary=1)
 
     def by_component(self) -> dict[str, int]:
         """Parameters of each component; they add up to ``total``."""

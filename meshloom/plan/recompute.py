@@ -21,6 +21,11 @@ _FRAGMENTS = 0.1
 """Share of the peak that is lost between the allocator's blocks, and by which the estimate may be short."""
 
 
+def needed_bytes(peak: int) -> int:
+    """Bytes that a GPU must have for a phase that holds so many."""
+    return int(peak * (1 + _FRAGMENTS)) + _LIBRARIES
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
     """What ``model.gradient_checkpointing`` comes to.
@@ -62,7 +67,7 @@ def choose_recompute(
         return Recompute(on=False, is_open=True, formula="auto: follows from the GPU's memory when the run begins")
     lines = memory_ledger(settings, folder, recompute=False)
     peak = sum(line.value for line in lines if line.name == UPDATING and isinstance(line.value, int))
-    needed = peak * (1 + _FRAGMENTS) + _LIBRARIES if gpu else peak
+    needed = needed_bytes(peak) if gpu else peak
     margin = f" × {1 + _FRAGMENTS:g} + {_LIBRARIES // 2**30} GiB" if gpu else ""
     formula = (
         f"auto: {UPDATING} without it, {peak / 2**30:,.1f} GiB{margin} {'>' if needed > has else '≤'} "

@@ -1,0 +1,162 @@
+"""Roles on a device, and what they hold there: the records of the sharded memory ledger.
+
+Owns: what must be known of a role, and what is said of its bytes. Refuses to know: any formula. Always holds: plain numbers,
+so that a search can make thousands of them a second.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshloom.plan.parameters import DecoderNumbers
+from meshloom.plan.shards import Cut
+
+
+class Phase(StrEnum):
+    """Phases of a step, in their order."""
+
+    GENERATE = "generate"
+    SCORE = "score"
+    LOGPROB = "log-prob"
+    UPDATE = "update"
+    SYNC = "sync"
+
+
+class Residency(StrEnum):
+    """Where bytes are while their role does not compute."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+EVERY = tuple(Phase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRole:
+    """A role that computes log-probs, values or rewards with a model, trained or not.
+
+    Args:
+        name: of the role.
+        model: in numbers.
+        cut: of the model.
+        computes: phases in which it computes; in ``UPDATE`` it is trained.
+        lends: further phases that need its weights on the device: ``SYNC`` to send them, ``GENERATE`` if the engine samples
+            from these very weights.
+        width: bytes of a value of its arithmetic.
+        trained: parameters that are trained, of the whole model; none for all of them.
+        tokens: of a microbatch, over all devices that share its sequences.
+        microbatches: of an update on one replica, which bounds what a pipeline has in flight.
+        recompute: whether layers are recomputed in the backward pass.
+        compiled: whether layers are compiled.
+        chunk_bytes: bound on logits and their gradient at once.
+        logit_bytes: of a logit with its gradient.
+        gathered_whole: keep all layers gathered from forward to backward.
+        parameters_at: where weights are while they are not needed.
+        optimizer_at: where masters and moments are between updates.
+    """
+
+    name: str
+    model: DecoderNumbers
+    cut: Cut = Cut()
+    computes: tuple[Phase, ...]
+    lends: tuple[Phase, ...] = ()
+    width: int
+    trained: int | None = None
+    tokens: int
+    microbatches: int = 1
+    recompute: bool
+    compiled: bool
+    chunk_bytes: int
+    logit_bytes: int
+    gathered_whole: bool = False
+    parameters_at: Residency = Residency.DEVICE
+    optimizer_at: Residency = Residency.DEVICE
+
+    @property
+    def is_trained(self) -> bool:
+        return Phase.UPDATE in self.computes
+
+    @property
+    def needs_weights(self) -> tuple[Phase, ...]:
+        """Phases in which its weights are on the device."""
+        if self.parameters_at is Residency.DEVICE:
+            return EVERY
+        return tuple(phase for phase in Phase if phase in self.computes or phase in self.lends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRole:
+    """A replica of a rollout engine.
+
+    Args:
+        name: of the role.
+        model: in numbers.
+        tensor: devices of a replica.
+        width: bytes of a value of its arithmetic.
+        own_weights: whether it has a copy of the weights, and does not sample from the actor's.
+        sleeps: whether weights of its own and the cache are gone outside of its phases.
+        sequences: that a replica generates at once.
+        slot_tokens: cache of one sequence, in tokens.
+        cache_bytes: bound on the cache of a device; none if there is none.
+        fills_cache: whether it takes the bound whole, whatever the sequences need.
+        keeps_logits: whether a decode step's logits are whole, in float32.
+    """
+
+    name: str = "rollout"
+    model: DecoderNumbers
+    tensor: int = 1
+    width: int
+    own_weights: bool
+    sleeps: bool = True
+    sequences: int
+    slot_tokens: int
+    cache_bytes: int | None = None
+    fills_cache: bool = False
+    keeps_logits: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """Bytes of one kind on one device.
+
+    Args:
+        role: whose they are.
+        name: what they are.
+        bytes: how many.
+        phases: when they are on the device.
+        formula: how they follow.
+        fleeting: whether they live only while their role computes.
+        at: where they are in the other phases.
+    """
+
+    role: str
+    name: str
+    bytes: int
+    phases: tuple[Phase, ...]
+    formula: str
+    fleeting: bool = False
+    at: Residency = Residency.DEVICE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """What offload moves in a step, of one device.
+
+    Args:
+        role: whose bytes.
+        name: what they are.
+        bytes: in one direction.
+        ways: times that they are moved in a step.
+        at: where they come from and go to.
+    """
+
+    role: str
+    name: str
+    bytes: int
+    ways: int
+    at: Residency
+
+    def seconds(self, bandwidth: float) -> float:
+        """Time of all ways, in bytes a second of the device's share."""
+        return self.bytes * self.ways / bandwidth

@@ -1,0 +1,263 @@
+"""The memory ledger of a device among many: what each role holds there, in which phase, and where the rest is.
+
+Owns: bytes of weights, gathered layers, gradients, optimizer, activations, log-probs, cache and buffers, of models that are
+cut; peak and margin of each phase; what offload moves. Refuses to know: settings, which devices they are. Always holds: with
+all degrees one it says what ``plan.memory`` says of one device; what is an estimate says so.
+
+Weights are held in the model's arithmetic, masters, moments and gradients in float32, all of them sharded alike. Where there
+are shards, a layer and the next are gathered while one is computed, and tables and last norm throughout; a layer's gradient
+is whole in the model's arithmetic and in float32 until it is summed. Where there are stages, a stage keeps activations of as
+many microbatches as there are stages from it on (one forward, one backward: Narayanan et al. 2021, arXiv:2104.04473). Roles
+that compute in one phase on one device take turns: of what lives only while they compute, the largest counts.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from meshloom.plan.ledger import DERIVED, LedgerLine
+from meshloom.plan.recompute import needed_bytes
+from meshloom.plan.residency import EVERY, EngineRole, Holding, ModelRole, Move, Phase, Residency
+from meshloom.plan.shards import Cut, Part, cached_values, ceil_div, part_of
+
+FLOAT32 = 4
+COMMUNICATOR_BYTES = 256 * 2**20
+"""Buffers of a process group, an estimate."""
+MOVEMENT_BYTES = 512 * 2**20
+"""A bucket of weights on its way to an engine, gathered and in flight: an estimate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLedger:
+    """What one device holds.
+
+    Args:
+        holdings: of all roles on it.
+        memory_bytes: that it has; none if that is not known.
+    """
+
+    holdings: tuple[Holding, ...]
+    memory_bytes: int | None = None
+
+    def held(self, phase: Phase) -> int:
+        """Bytes at once in a phase; of what lives only while a role computes, the largest role's."""
+        fleeting: dict[str, int] = {}
+        steady = 0
+        for holding in self.holdings:
+            if phase in holding.phases:
+                if holding.fleeting:
+                    fleeting[holding.role] = fleeting.get(holding.role, 0) + holding.bytes
+                else:
+                    steady += holding.bytes
+        return steady + max(fleeting.values(), default=0)
+
+    def needed(self, phase: Phase) -> int:
+        """Bytes that a phase takes of a GPU: what is held, what is lost between blocks, and libraries."""
+        return needed_bytes(self.held(phase))
+
+    def margin(self, phase: Phase) -> int | None:
+        """Bytes that are left in a phase, negative if it does not fit; none if the device's memory is not known."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.needed(phase)
+
+    @property
+    def peak(self) -> tuple[Phase, int]:
+        """The phase that holds most, the first of equals, and its bytes."""
+        phase = max(Phase, key=self.held)
+        return phase, self.held(phase)
+
+    def elsewhere(self, at: Residency) -> int:
+        """Bytes in the host's memory or on the disk, for this device."""
+        return sum(holding.bytes for holding in self.holdings if holding.at is at is not Residency.DEVICE)
+
+    def lines(self) -> Iterator[LedgerLine]:
+        """Each holding, and the phases' sums."""
+        for holding in self.holdings:
+            when = "every phase" if holding.phases == EVERY else ", ".join(holding.phases)
+            where = "" if holding.at is Residency.DEVICE else f"; else on the {holding.at}"
+            yield _line(f"{holding.role}: {holding.name}", holding.bytes, f"{holding.formula}; in {when}{where}")
+        for phase in Phase:
+            formula = "sum of what the phase holds; libraries and fragmentation come on top"
+            yield _line(f"held in {phase}", self.held(phase), formula)
+            if (margin := self.margin(phase)) is not None:
+                yield _line(f"margin in {phase}", margin, "memory of the device − what the phase needs")
+
+
+def _line(name: str, value: int, formula: str) -> LedgerLine:
+    return LedgerLine(section="memory", name=name, value=value, formula=formula, source=DERIVED, unit="bytes")
+
+
+def device_ledger(
+    models: Iterable[ModelRole], engines: Iterable[EngineRole] = (), memory_bytes: int | None = None
+) -> DeviceLedger:
+    """The fullest device of those that hold these roles; of each model that is its heaviest stage.
+
+    Args:
+        models: of the roles on the device.
+        engines: on it.
+        memory_bytes: that it has; none if that is not known.
+    """
+    holdings = [holding for role in models for holding in model_holdings(role, heaviest_stage(role))]
+    holdings += [holding for engine in engines for holding in engine_holdings(engine)]
+    return DeviceLedger(holdings=tuple(holdings), memory_bytes=memory_bytes)
+
+
+def heaviest_stage(role: ModelRole) -> int:
+    """The stage whose devices hold most at once; the first of equals."""
+    stages = range(role.cut.pipeline)
+    return max(stages, key=lambda stage: DeviceLedger(holdings=model_holdings(role, stage)).peak[1])
+
+
+def model_holdings(role: ModelRole, stage: int = 0) -> tuple[Holding, ...]:
+    """What a role's model holds on a device of a stage."""
+    part = part_of(role.model, role.cut, compiled=role.compiled, stage=stage)
+    found = [*_weights(role, part), *_gathered(role, part)]
+    for phase in role.computes:
+        found += _computing(role, part, phase, stage)
+    return (*found, *_communication(role.name, role.cut))
+
+
+def engine_holdings(role: EngineRole) -> tuple[Holding, ...]:
+    """What a replica of an engine holds on each of its devices."""
+    awake = (Phase.GENERATE,) if role.sleeps else EVERY
+    found: list[Holding] = []
+    if role.own_weights:
+        part = part_of(role.model, Cut(tensor=role.tensor), compiled=True)
+        phases = (Phase.GENERATE, Phase.SYNC) if role.sleeps else EVERY
+        formula = f"a copy of the weights: parameters{_by(tensor=role.tensor)} × {role.width}"
+        found.append(_held(role, "engine's weights", part.parameters * role.width, formula, *phases))
+        formula = "estimate: a bucket of weights, gathered and in flight"
+        found.append(_held(role, "weights in movement", MOVEMENT_BYTES, formula, Phase.SYNC, fleeting=True))
+    per_token = cached_values(role.model, role.tensor) * role.width
+    wanted = role.sequences * role.slot_tokens * per_token
+    formula = f"{role.sequences} sequences at once × {role.slot_tokens} tokens × {per_token}"
+    if role.cache_bytes is not None and (role.fills_cache or role.cache_bytes < wanted):
+        wanted, formula = role.cache_bytes, f"as given; wanted are {formula}"
+    found.append(_held(role, "key-value cache", wanted, formula, *awake))
+    if role.keeps_logits:
+        logits = role.sequences * ceil_div(role.model.vocabulary, role.tensor) * FLOAT32
+        formula = f"sequences at once × vocabulary{_by(tensor=role.tensor)} × {FLOAT32}"
+        found.append(_held(role, "logits of a decode step", logits, formula, Phase.GENERATE))
+    return (*found, *_communication(role.name, Cut(tensor=role.tensor)))
+
+
+def checkpoint_bytes(role: ModelRole) -> int:
+    """Bytes of a checkpoint's weights and optimizer, of all devices together; of adapters alone where only they are trained."""
+    trained = role.model.total if role.trained is None else role.trained
+    masters = 0 if role.width == FLOAT32 else FLOAT32
+    return trained * (role.width + (masters + 2 * FLOAT32 if role.is_trained else 0))
+
+
+def moves(holdings: Iterable[Holding]) -> tuple[Move, ...]:
+    """What offload moves in a step: in before each stretch of phases that need it, and out again after one that changes it."""
+    found = []
+    for holding in holdings:
+        if holding.at is Residency.DEVICE:
+            continue
+        ways = sum(1 + (Phase.UPDATE in stretch) for stretch in _stretches(holding.phases))
+        found.append(Move(role=holding.role, name=holding.name, bytes=holding.bytes, ways=ways, at=holding.at))
+    return tuple(found)
+
+
+def _stretches(phases: tuple[Phase, ...]) -> list[list[Phase]]:
+    """Runs of neighbouring phases; the last phase of a step is the neighbour of the first of the next."""
+    runs: list[list[Phase]] = [[]]
+    for phase in EVERY:
+        if phase in phases:
+            runs[-1].append(phase)
+        elif runs[-1]:
+            runs.append([])
+    runs = [run for run in runs if run]
+    if len(runs) > 1 and runs[0][0] is EVERY[0] and runs[-1][-1] is EVERY[-1]:
+        runs[0] = runs.pop() + runs[0]
+    return runs
+
+
+def _weights(role: ModelRole, part: Part) -> Iterator[Holding]:
+    """Weights, and what training keeps beside them."""
+    by = _by(stages=role.cut.pipeline, tensor=role.cut.tensor, shards=role.cut.shards)
+    formula = f"parameters{by} × {role.width}"
+    yield _held(role, "weights", part.sharded * role.width, formula, *role.needs_weights, at=role.parameters_at)
+    if not role.is_trained:
+        return
+    trained, of = part.sharded, "parameters"
+    if role.trained is not None:
+        trained, of = (
+            ceil_div(role.trained, role.cut.pipeline * role.cut.tensor * role.cut.shards),
+            "trained parameters",
+        )
+        formula = f"{of}{by} × {role.width}"
+        yield _held(role, "adapter weights", trained * role.width, formula, *role.needs_weights, at=role.parameters_at)
+    kept = EVERY if role.optimizer_at is Residency.DEVICE else (Phase.UPDATE,)
+    masters = 0 if role.width == FLOAT32 else trained * FLOAT32
+    formula = f"{of}{by} × {FLOAT32}" if masters else "the weights are float32 themselves"
+    yield _held(role, "float32 masters", masters, formula, *kept, at=role.optimizer_at)
+    formula = f"{of}{by} × 2 × {FLOAT32}"
+    yield _held(role, "optimizer moments", 2 * trained * FLOAT32, formula, *kept, at=role.optimizer_at)
+    formula = f"{of}{by} × {FLOAT32}, float32"
+    yield _held(role, "gradients", trained * FLOAT32, formula, Phase.UPDATE, fleeting=True)
+
+
+def _gathered(role: ModelRole, part: Part) -> Iterator[Holding]:
+    """What is whole for a while of what is sharded."""
+    if role.cut.shards == 1:
+        return
+    if role.gathered_whole:
+        count, formula = part.parameters, f"parameters of the device × {role.width}"
+    else:
+        ahead = min(2, part.layers)
+        count = part.root + ahead * part.largest_layer
+        formula = f"(tables and last norm + {ahead} × the largest layer) × {role.width}"
+    yield _held(role, "gathered layers", count * role.width, formula, *role.computes, fleeting=True)
+    if role.is_trained and role.trained is None:
+        each = role.width + FLOAT32
+        count = max(part.root, part.largest_layer)
+        formula = f"estimate: the largest of layers and tables × ({role.width} + {FLOAT32}), until it is summed"
+        yield _held(role, "gathered gradients", count * each, formula, Phase.UPDATE, fleeting=True)
+
+
+def _computing(role: ModelRole, part: Part, phase: Phase, stage: int) -> Iterator[Holding]:
+    """Logits and activations of a microbatch."""
+    tokens = ceil_div(role.tokens, role.cut.sequence)
+    of = f"tokens at once{_by(sequence=role.cut.sequence)}"
+    name = "" if phase is Phase.UPDATE else f" in {phase}"
+    logits = min(role.chunk_bytes, tokens * part.vocabulary * role.logit_bytes)
+    formula = (
+        f"min({role.chunk_bytes // 2**20} MiB, {of} × vocabulary{_by(tensor=role.cut.tensor)} × {role.logit_bytes})"
+    )
+    yield _held(role, f"logits{name}", logits, formula, phase, fleeting=True)
+    flights = min(role.microbatches, role.cut.pipeline - stage)
+    many = "" if flights == 1 else f" × {flights} in flight"
+    if phase is not Phase.UPDATE:
+        values = part.hidden + part.layer_values
+        formula = f"estimate: {of} × (hidden + {part.layer_values}) × {role.width}: one layer at a time"
+    elif role.recompute:
+        values = flights * part.layers * part.hidden + part.layer_values
+        formula = f"estimate: {of} × ({part.layers} layers × hidden{many} + {part.layer_values}) × {role.width}"
+    else:
+        values = flights * part.kept_values
+        formula = f"estimate: {of} × {part.kept_values} of {part.layers} layers{many} × {role.width}"
+    yield _held(role, f"activations{name}", tokens * values * role.width, formula, phase, fleeting=True)
+
+
+def _communication(role: str, cut: Cut) -> Iterator[Holding]:
+    """Buffers of the process groups, one for each axis."""
+    if axes := sum(size > 1 for size in (cut.replicate, cut.shards, cut.tensor, cut.pipeline)):
+        formula = f"estimate: {axes} process groups × {COMMUNICATOR_BYTES // 2**20} MiB"
+        count = axes * COMMUNICATOR_BYTES
+        yield Holding(role=role, name="communication", bytes=count, phases=EVERY, formula=formula)
+
+
+def _held(
+    role: ModelRole | EngineRole,
+    name: str,
+    count: int,
+    formula: str,
+    *phases: Phase,
+    fleeting: bool = False,
+    at: Residency = Residency.DEVICE,
+) -> Holding:
+    return Holding(role=role.name, name=name, bytes=count, phases=phases, formula=formula, fleeting=fleeting, at=at)
+
+
+def _by(**degrees: int) -> str:
+    """How a formula says by what it is divided; nothing where it is not."""
+    return "".join(f" ÷ {size} ({name})" for name, size in degrees.items() if size > 1)

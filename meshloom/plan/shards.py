@@ -1,0 +1,126 @@
+"""What one device has of a model that is cut: parameters before and after sharding, and the width of its work.
+
+Owns: how the axes of a mesh divide parameters, activations and cache. Refuses to know: bytes, phases, which role it is.
+Always holds: with all degrees one a device has the whole model; the parts of all devices together have every parameter, the
+copies of replicas, of what tensor parallelism does not divide, and of a tied table that two stages need.
+
+Pipeline stages take neighbouring layers, the first ones one more where they do not come out even; the first has the
+embedding, the last the norm and the head. Tensor parallelism divides attention, MLP, experts and tables; norms and routers
+are whole. What is left is sharded over ``fsdp`` and ``sequence`` together: devices that share a sequence need the same
+weights.
+"""
+
+from dataclasses import dataclass
+
+from meshloom.plan.parameters import DecoderNumbers, Layer
+
+
+def ceil_div(number: int, parts: int) -> int:
+    """The share of the device that has most."""
+    return -(-number // parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Degrees of a model's mesh; one is no cut."""
+
+    replicate: int = 1
+    fsdp: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Devices that hold one copy of a stage's tensor-parallel part together."""
+        return self.fsdp * self.sequence
+
+    @property
+    def replicas(self) -> int:
+        """Groups of devices that get different samples."""
+        return self.replicate * self.fsdp
+
+    @property
+    def devices(self) -> int:
+        return self.replicate * self.shards * self.tensor * self.pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A stage's part of a model on one device.
+
+    Args:
+        layers: of the stage.
+        parameters: that the device works with when all shards are gathered.
+        largest_layer: parameters of the largest layer, gathered.
+        root: parameters outside of layers (tables, last norm), gathered.
+        sharded: parameters that the device holds.
+        hidden: width of the residual stream, of which each device has all.
+        layer_values: activations that the stage's widest layer keeps of a token.
+        kept_values: activations that all layers of the stage keep of a token.
+        vocabulary: rows of the head on this device; 0 in a stage without it.
+    """
+
+    layers: int
+    parameters: int
+    largest_layer: int
+    root: int
+    sharded: int
+    hidden: int
+    layer_values: int
+    kept_values: int
+    vocabulary: int
+
+
+def stage_layers(num_layers: int, stages: int, stage: int) -> range:
+    """Layers of a stage, by their index."""
+    each, more = divmod(num_layers, stages)
+    start = stage * each + min(stage, more)
+    return range(start, start + each + (stage < more))
+
+
+def part_of(model: DecoderNumbers, cut: Cut, *, compiled: bool, stage: int = 0) -> Part:
+    """What a device of a stage has.
+
+    Args:
+        model: in numbers.
+        cut: of the model.
+        compiled: whether its layers are compiled, which keeps fewer activations.
+        stage: of the pipeline.
+    """
+    first, last = stage == 0, stage == cut.pipeline - 1
+    layers = [model.layers[index] for index in stage_layers(len(model.layers), cut.pipeline, stage)]
+    sizes = [ceil_div(layer.cut_by_tensor, cut.tensor) + layer.norms + layer.router for layer in layers]
+    needs_table = first or (last and model.tied)
+    tables = (model.embedding if needs_table else 0) + (model.head if last else 0)
+    root = ceil_div(tables, cut.tensor) + (model.final_norm if last else 0)
+    widths = [values_per_token(model, layer, cut.tensor, compiled=compiled) for layer in layers]
+    return Part(
+        layers=len(layers),
+        parameters=sum(sizes) + root,
+        largest_layer=max(sizes, default=0),
+        root=root,
+        sharded=ceil_div(sum(sizes) + root, cut.shards),
+        hidden=model.hidden,
+        layer_values=max(widths, default=0),
+        kept_values=sum(widths),
+        vocabulary=ceil_div(model.vocabulary, cut.tensor) if last else 0,
+    )
+
+
+def values_per_token(model: DecoderNumbers, layer: Layer, tensor: int, *, compiled: bool) -> int:
+    """Activations a layer keeps for one token, on a device (the count is that of ``plan.memory``).
+
+    Norms' inputs and outputs are whole on each device; what is inside attention and MLP is divided. A layer of experts also
+    keeps what it sends to each expert that a token meets, and what comes back.
+    """
+    norms, mlp = (3, 3) if compiled else (4, 4)
+    inside = 2 * model.query_width + model.value_width + 3 * model.key_value_width + mlp * layer.intermediate
+    sent = 2 * layer.experts_met * model.hidden
+    return norms * model.hidden + ceil_div(inside, tensor) + sent
+
+
+def cached_values(model: DecoderNumbers, tensor: int) -> int:
+    """Values that a device's cache keeps of one token in all layers; heads that are fewer than devices are on several."""
+    heads = model.num_key_value_heads
+    return len(model.layers) * (model.cached // heads) * ceil_div(heads, tensor)
