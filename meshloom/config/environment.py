@@ -29,6 +29,12 @@ def threads_are_given() -> bool:
     return "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
 
 
+def visible_gpus() -> int | None:
+    """How many GPUs ``CUDA_VISIBLE_DEVICES`` leaves this process; none if it does not say."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else len([name for name in listed.split(",") if name.strip()])
+
+
 # vLLM reads these when it is imported. The engine must run in this process, where the trainer's weights are; FlashInfer's
 # sampler neither takes a seed for each sample nor gives log-probs of the distribution it samples.
 _BEFORE_VLLM = {

@@ -20,6 +20,8 @@ class Problem:
         where: the setting, with file and line, override or default.
         why: the reason it cannot work, when ``what`` does not say it.
         fix: what to change, with the nearest values that work.
+        suggestions: changes that were tried and end this fault without another, best first; each is a tuple of overrides
+            ``a.b=c`` that belong together.
     """
 
     code: str
@@ -27,6 +29,7 @@ class Problem:
     where: str = ""
     why: str = ""
     fix: str = ""
+    suggestions: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
         labels = (("where", self.where), ("why", self.why), ("change", self.fix))

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshloom.config.base import Count, CountOrZero, NotNegative, Place, Places, Positive, Seed, Settings, Share
+from meshloom.config.cluster_settings import ClusterSettings, OffloadSettings, ParallelSettings, PlacementSettings
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
 from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
 
@@ -227,6 +228,10 @@ class TrainSettings(RunSettings):
     validation: ValidationSettings = ValidationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    placement: PlacementSettings = PlacementSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    offload: OffloadSettings = OffloadSettings()
 
 
 class SftBatchSettings(Settings):

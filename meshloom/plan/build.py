@@ -14,8 +14,10 @@ from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.checks import Findings, check_settings
 from meshloom.plan.compute import NotPossible, compute_ledger
 from meshloom.plan.decoding import engine_line
+from meshloom.plan.device_checks import check_devices, lay_out
 from meshloom.plan.engines import check_engine_settings
 from meshloom.plan.inputs import check_inputs
+from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import LedgerLine, batch_ledger, longest_sequence_tokens, sft_steps, train_steps
 from meshloom.plan.memory import (
     GENERATING,
@@ -28,8 +30,11 @@ from meshloom.plan.memory import (
     memory_ledger,
     on_gpu,
 )
+from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
+from meshloom.plan.placement import devices_of_machine
 from meshloom.plan.recompute import choose_recompute
+from meshloom.plan.spread import ledger_over_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,8 @@ class Plan:
         warnings: what runs, but is likely not meant.
         steps: steps of the run; none if that needs the number of prompts and it is not known, and for an evaluation.
         recompute: whether layers are recomputed in the backward pass; false while that is open.
+        layout: the roles of a reinforcement-learning run on its devices; none for other runs.
+        together: overrides that end all problems of devices together, where there are several.
     """
 
     title: str
@@ -51,6 +58,8 @@ class Plan:
     warnings: tuple[Problem, ...]
     steps: int | None
     recompute: bool = False
+    layout: Layout | None = None
+    together: tuple[str, ...] = ()
 
     def value(self, name: str) -> int | float | str | None:
         """The value of a line, by its name.
@@ -78,7 +87,7 @@ class Plan:
 def build_plan(
     settings: TrainSettings | SftSettings | EvalSettings, num_prompts: int | None, device_memory: int | None = None
 ) -> Plan:
-    """The plan of a run on one device.
+    """The plan of a run.
 
     Args:
         settings: of the run.
@@ -90,10 +99,18 @@ def build_plan(
         settings.device_memory_bytes or device_memory,
         settings.model.gradient_checkpointing is True,
     )
-    found = check_settings(settings, num_prompts)
+    folder, unread = _read_model(settings)
+    layout: Layout | None = None
+    together: tuple[str, ...] = ()
+    over_devices: tuple[LedgerLine, ...] = ()
+    if isinstance(settings, TrainSettings):
+        settings, layout, together, over_devices, found = _lay_out(settings, folder, num_prompts)
+    else:
+        found = check_settings(settings, num_prompts)
     check_engine_settings(found, settings)
-    lines = [*check_inputs(found, settings), *batch_ledger(settings, num_prompts)]
-    folder = _read_model(found, settings)
+    lines = [*check_inputs(found, settings), *batch_ledger(settings, num_prompts), *over_devices]
+    if unread is not None:
+        found.refuse("M001", "model.path", unread.what, why=unread.why, fix=unread.fix)
     if folder is not None:
         _check_adapters(found, settings, folder)
         _check_positions(found, settings, folder)
@@ -120,15 +137,30 @@ def build_plan(
         warnings=tuple(found.warnings),
         steps=steps,
         recompute=recompute,
+        layout=layout,
+        together=together,
     )
 
 
-def _read_model(found: Findings, settings: TrainSettings | SftSettings | EvalSettings) -> ModelFolder | None:
+def _lay_out(
+    settings: TrainSettings, folder: ModelFolder | None, num_prompts: int | None
+) -> tuple[TrainSettings, Layout, tuple[str, ...], tuple[LedgerLine, ...], Findings]:
+    """The settings with what the device map says, the layout, changes that end its faults together, the batch over devices,
+    and what is wrong so far."""
+    machine, model = devices_of_machine(), None if folder is None else Divisible.of(folder.text_config)
+    laid_out = lay_out(settings, model, machine)
+    found = check_settings(laid_out.settings, num_prompts)
+    together = check_devices(found, laid_out, model, machine, num_prompts)
+    several = laid_out.layout.topology.num_devices > 1
+    lines = ledger_over_devices(laid_out.settings, laid_out.layout) if several else ()
+    return laid_out.settings, laid_out.layout, together, lines, found
+
+
+def _read_model(settings: TrainSettings | SftSettings | EvalSettings) -> tuple[ModelFolder | None, UserError | None]:
     try:
-        return read_model_folder(Path(settings.model.path))
+        return read_model_folder(Path(settings.model.path)), None
     except UserError as error:
-        found.refuse("M001", "model.path", error.what, why=error.why, fix=error.fix)
-        return None
+        return None, error
 
 
 def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:

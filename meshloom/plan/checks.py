@@ -32,6 +32,7 @@ from meshloom.config.settings import (
     TrainSettings,
 )
 from meshloom.plan.ledger import longest_sample_tokens, sft_steps, train_steps
+from meshloom.plan.placement import sequence_parts
 
 _NORM = "seq-mean-token-sum-norm"
 _ENDINGS = (".parquet", ".jsonl")
@@ -263,16 +264,18 @@ def _either(values: Iterable[int]) -> str:
 
 
 def _check_microbatch(found: Findings, settings: TrainSettings | SftSettings) -> None:
-    budget, longest, prompt = (
+    each, longest, prompt = (
         settings.batch.tokens_per_microbatch,
         longest_sample_tokens(settings),
         settings.data.max_prompt_tokens,
     )
+    parts = sequence_parts(settings) if isinstance(settings, TrainSettings) else 1
+    budget = each * parts
     if budget >= longest:
         return
     response_path = "data.max_response_tokens" if isinstance(settings, SftSettings) else "rollout.max_response_tokens"
     fixes: Mapping[str, int] = {
-        "batch.tokens_per_microbatch": longest,
+        "batch.tokens_per_microbatch": -(-longest // parts),
         response_path: budget - prompt,
         "data.max_prompt_tokens": budget - (longest - prompt),
     }
@@ -280,7 +283,7 @@ def _check_microbatch(found: Findings, settings: TrainSettings | SftSettings) ->
     found.refuse(
         "B002",
         "batch.tokens_per_microbatch",
-        f"a sample may have {longest} tokens, a microbatch holds {budget}",
+        f"a sample may have {longest} tokens, a microbatch holds {budget}{f': {each} on each of {parts}' if parts > 1 else ''}",
         why=f"data.max_prompt_tokens ({prompt}) + {response_path} ({longest - prompt}) = {longest}",
         fix=", or ".join(bounds),
     )

@@ -36,7 +36,10 @@ def as_text(show: Callable[[Console], None], columns: int = _UNLIMITED) -> str:
 
 def plan_json(plan: Plan) -> str:
     """The plan as JSON."""
-    return json.dumps(dataclasses.asdict(plan), indent=2, ensure_ascii=False)
+    data = dataclasses.asdict(dataclasses.replace(plan, layout=None))
+    del data["layout"]
+    data["device_map"] = None if plan.layout is None else plan.layout.as_json()
+    return json.dumps(data, indent=2, ensure_ascii=False)
 
 
 def print_plan(plan: Plan, console: Console) -> None:
