@@ -76,7 +76,7 @@ def test_bounds_are_cumulative_and_made_once() -> None:
 def test_the_rule_picks_what_the_device_and_the_heads_allow() -> None:
     good = {"gpu": True, "narrow": True, "head_dim": 128, "flash_attn": False}
     assert choose_attention("auto", **good) == "varlen"
-    assert choose_attention("auto", **good | {"flash_attn": True}) == "flash_attn"
+    assert choose_attention("auto", **good | {"flash_attn": True}) == "varlen"
     assert choose_attention("varlen", **good | {"flash_attn": True}) == "varlen"
     for cannot in ({"gpu": False}, {"narrow": False}, {"head_dim": 20}, {"head_dim": 512}):
         assert choose_attention("auto", **good | cannot) == "sdpa"

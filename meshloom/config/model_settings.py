@@ -34,8 +34,8 @@ class ModelSettings(Settings):
     ``auto``: where the plan's peak while updating would not fit without; a run decides it once, when it begins."""
     attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
     """Kernel of packed attention. ``varlen``: torch's own, for a GPU in bfloat16. ``flash_attn``: the package of that name.
-    ``sdpa``: one call for each run of equal lengths, anywhere. ``auto``: flash_attn if installed, else varlen, where they
-    can be used; sdpa elsewhere."""
+    ``sdpa``: one call for each run of equal lengths, anywhere. ``auto``: varlen where it can be used, for compiled layers
+    keep it in their graph; sdpa elsewhere."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each layer with ``torch.compile`` for training passes. ``auto``: on a GPU."""
     logits_chunk_bytes: Count | None = None

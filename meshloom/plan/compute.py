@@ -49,9 +49,8 @@ def choose_attention(
         raise NotPossible(against)
     if choice == "flash_attn" and not flash_attn:
         raise NotPossible("the package flash-attn cannot be imported")
-    if choice == "auto":
-        return "flash_attn" if flash_attn else "varlen"
-    return choice
+    # Torch's own kernel is the same one, and a compiled layer keeps it in its graph.
+    return "varlen" if choice == "auto" else choice
 
 
 def logits_chunk_bytes(model: ModelSettings, *, gpu: bool) -> int:

@@ -200,7 +200,7 @@ def kernel_name(choice: AttentionChoice, *, gpu: bool, narrow: bool, head_dim: i
     Raises:
         UserError: if the one that was asked for cannot be.
     """
-    flash = gpu and choice in ("auto", "flash_attn") and flash_attn_kernel() is not None
+    flash = gpu and choice == "flash_attn" and flash_attn_kernel() is not None
     try:
         return choose_attention(choice, gpu=gpu, narrow=narrow, head_dim=head_dim, flash_attn=flash)
     except NotPossible as error:
