@@ -94,7 +94,8 @@ class EngineRole:
         model: in numbers.
         tensor: devices of a replica.
         width: bytes of a value of its arithmetic.
-        own_weights: whether it has a copy of the weights, and does not sample from the actor's.
+        own_weights: whether it has a copy of the weights, and does not sample from the actor's; needed where those are on other
+            devices, sharded, or cut in another way.
         sleeps: whether weights of its own and the cache are gone outside of its phases.
         sequences: that a replica generates at once.
         slot_tokens: cache of one sequence, in tokens.
