@@ -71,7 +71,9 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def _train(args: argparse.Namespace) -> int:
-    settings = _load(TrainSettings, args.settings, resume=args.resume)
+    from meshloom.plan.device_checks import require_one_device
+
+    settings = require_one_device(_load(TrainSettings, args.settings, resume=args.resume))
     from meshloom.train.ahead import CompileAhead
 
     with CompileAhead(settings) as ahead:
@@ -99,23 +101,27 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from meshloom.config.kinds import kind_of
-    from meshloom.config.load import explain
+    from meshloom.config.load import explain, flatten
 
-    kind = _KINDS[args.kind] if args.kind else kind_of(*_split(args.settings))
-    settings: TrainSettings | SftSettings | EvalSettings = _load(kind, args.settings)
+    given = [*args.settings, *_hardware(args)]
+    kind = _KINDS[args.kind] if args.kind else kind_of(*_split(given))
+    settings: TrainSettings | SftSettings | EvalSettings = _load(kind, given)
+    if args.device_memory is not None and settings.device == "auto":
+        settings = _load(kind, [*given, "device=cuda"])
     names = {settings_kind: name for name, settings_kind in _KINDS.items()}
     from rich.console import Console
 
     from meshloom.plan import build_plan
     from meshloom.plan.count import count_prompts
     from meshloom.plan.report import as_text, plan_json, print_explained, print_plan
+    from meshloom.plan.worked import worked
 
     plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
 
     def show(console: Console) -> None:
         if args.settings_too:
             print_explained(explain(settings), console)
-        print_plan(plan, console)
+        print_plan(plan, console, worked(plan.lines, flatten(settings)) if args.verbose else None)
         if args.kind is None:
             console.print(f"\nPlanned for `meshloom {names[kind]}` by its keys; --kind chooses otherwise.", style="dim")
 
@@ -126,6 +132,18 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         print(as_text(show), end="")
     return BAD_INPUT if plan.problems else DONE
+
+
+def _hardware(args: argparse.Namespace) -> list[str]:
+    """The hardware that a plan is for, as overrides."""
+    from meshloom.plan.hardware_options import HardwareOptions
+
+    return HardwareOptions(
+        nodes=args.nodes,
+        devices_per_node=args.devices_per_node,
+        device_memory=args.device_memory,
+        device_map=args.device_map,
+    ).overrides()
 
 
 def _schema(args: argparse.Namespace) -> int:
@@ -216,6 +234,11 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=tuple(_KINDS), help="what the file is for (default: by its keys)")
     parser.add_argument("--settings", dest="settings_too", action="store_true", help="each setting and its origin, too")
     parser.add_argument("--prompts", type=int, metavar="N", help="prompts of the data (default: counted)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="plan for so many nodes (cluster.nodes)")
+    parser.add_argument("--devices-per-node", type=int, metavar="K", help="with so many devices each")
+    parser.add_argument("--device-memory", metavar="80GiB", help="and so much memory on each device")
+    parser.add_argument("--device-map", metavar="MAP.yaml", help="devices and parallelism of each role (placement.map)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="each derivation with its numbers")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 

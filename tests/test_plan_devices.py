@@ -164,3 +164,123 @@ def test_device_maps_are_read_as_in_the_cases(case: dict, tmp_path: Path) -> Non
     written = tmp_path / "settings.yaml"
     written.write_text(dump_yaml(found.settings))
     assert lay_out(load_settings(TrainSettings, written), None, 0).layout == found.layout
+
+
+@pytest.mark.parametrize(
+    ("code", "overrides", "said"),
+    [
+        ("T001", ["cluster.nodes=3", "cluster.node_names=[a,b]"], "2 names for cluster.nodes=3"),
+        ("T002", ["cluster.nodes=2", "cluster.node_names=[a,a]"], "the node a is named twice"),
+        ("T003", ["cluster.nodes=2", "cluster.node_names=['gpu[1-x]']"], "is no list of names"),
+        ("P001", ["placement.actor=[cuda:0]"], "devices are integers (as this process sees them) or node:index"),
+        ("P001", ["placement.actor=[first]"], "devices are integers"),
+        ("P001", ["placement.actor=[2-1]"], "2 comes after 1"),
+        ("P002", ["placement.actor=[0,-1]"], "device -1: node has 0-3"),
+        ("P002", ["placement.actor=[2-5]"], "device 5: node has 0-3"),
+        ("P003", ["placement.actor=[0-2,1]"], "device 1 is named twice"),
+        ("P004", ["placement.actor=[node2:0]"], "there is no node 'node2': the nodes are node1"),
+        ("P005", ["cluster.nodes=2", "placement.actor=[1]"], "device 1 could be on any of 2 nodes"),
+        ("P006", ["placement.rollout=[]"], "placement.rollout names no device"),
+        ("P007", ["placement.map=nowhere.yaml"], "cannot be read"),
+        ("G002", ["parallel.actor.tensor=2", "parallel.actor.pipeline=3"], "4 is not divisible by"),
+        ("G003", ["algorithm.kl=loss", "parallel.reference.fsdp_size=3"], "reference: 4 is not divisible by 3"),
+        ("B012", ["batch.prompts_per_step=1", "batch.samples_per_prompt=2", "placement.rollout=[0]",
+                  "placement.actor=[0,1]", "algorithm.kl=loss"], "2 samples a step over 4 devices"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_laid_out_is_refused(code: str, overrides: list[str], said: str) -> None:
+    problem = only(refused("cluster.devices_per_node=4", *overrides))
+    assert problem.code == code
+    assert said in problem.what
+
+
+MODEL = Divisible(layers=28, heads=12, key_value_heads=2, intermediate=8960)
+
+
+@pytest.mark.parametrize(
+    ("code", "override", "said"),
+    [
+        ("G005", "parallel.actor.pipeline=8", "28 layers are not divisible by pp 8; valid: 1, 2, 4, 7, 14, 28"),
+        ("G006", "parallel.rollout.tensor=8", "12 heads (and 2 for keys and values) are not divisible by tp 8"),
+        ("G006", "parallel.actor.tensor=8", "valid: 1, 2, 4"),
+        ("G007", "parallel.actor.sequence=8", "not divisible by sp 8; valid: 1, 2, 4"),
+    ],
+)
+def test_cuts_must_go_into_the_model(code: str, override: str, said: str) -> None:
+    problem = only(refused("cluster.devices_per_node=8", override, model=MODEL))
+    assert (problem.code, said in problem.what) == (code, True), problem.what
+    assert refused("cluster.devices_per_node=4", override.replace("=8", "=4"), model=MODEL) == []
+
+
+def test_the_last_names_of_a_list_are_found_in_long_ones_too() -> None:
+    given = ["cluster.nodes=16", "cluster.devices_per_node=8", "cluster.node_names=['gpu[01-16]']"]
+    found = laid_out(*given, "placement.actor=['gpu[01-12]:all']", "placement.rollout=['gpu[13-16]:0-3']", *ROOMY)
+    assert found.faults == ()
+    actor, rollout = found.layout.role(Role.ACTOR), found.layout.role(Role.ROLLOUT)
+    assert actor is not None and rollout is not None
+    assert (len(actor.devices), len(rollout.devices), len(found.layout.idle)) == (96, 16, 16)
+    assert found.layout.topology.entries(rollout.devices) == [f"gpu{node}:0-3" for node in range(13, 17)]
+    assert "did you mean" not in only(refused(*given, "placement.actor=[gpu17:0]", *ROOMY)).what
+    assert ("placement.actor=[gpu16:0]",) in only(refused(*given, "placement.actor=[gup16:0]", *ROOMY)).suggestions
+
+
+def test_a_run_that_says_nothing_of_devices_is_on_one() -> None:
+    """A machine with eight GPUs trained on the first, and the plan must not say otherwise."""
+    assert laid_out(machine=8).layout.topology.num_devices == 1
+    assert laid_out("parallel.rollout.tensor=2", machine=8).layout.topology.num_devices == 8
+    assert laid_out("placement.actor=[2]", machine=0).layout.topology.num_devices == 3
+    assert laid_out("offload.actor.optimizer=host", machine=8).layout.topology.num_devices == 1
+
+
+def test_a_map_beats_the_file_and_an_override_beats_the_map(tmp_path: Path) -> None:
+    run, file = tmp_path / "run.yaml", tmp_path / "map.yaml"
+    run.write_text(yaml.safe_dump({"parallel": {"actor": {"tensor": 4}}, "rollout": {"max_sequences": 7}}))
+    file.write_text("actor: {devices: all, parallelism: {tensor_parallel_size: 2}}\nrollout: {devices: [0, 1]}\n")
+    given = ["cluster.devices_per_node=4", f"placement.map={file}"]
+    found = lay_out(settings(*given, file=run), None, 0).settings
+    assert (found.parallel.actor.tensor, found.rollout.max_sequences, found.placement.rollout) == (2, 7, (0, 1))
+    assert found.provenance.of("parallel.actor.tensor") == f"{file}:1"
+    found = lay_out(settings(*given, "parallel.actor.tensor=1", "placement.rollout=[3]", file=run), None, 0).settings
+    assert (found.parallel.actor.tensor, found.placement.rollout) == (1, (3,))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("acter: {devices: [0]}", "there is no role 'acter': did you mean actor?"),
+        ("actor: {device: [0]}", "actor has no devices"),
+        ("actor: {devices: {a: 1}}", "actor.devices is no list of devices"),
+        ("actor: {devices: [0], parallelism: {tensor_paralel_size: 2}}", "did you mean tensor_parallel_size?"),
+        ("actor: {devices: [0], parallelism: {tensor_parallel_size: two}}", "expected a whole number ≥ 1"),
+        ("actor: {devices: [0], parallelism: {fsdp: 3}}", "expected true or false"),
+        ("actor: {devices: [0]}\nrollout: {devices: [0], backend: sglang}", "expected one of vllm, torch, hf"),
+        ("actor: {devices: [0", "this is not YAML"),
+        ("[0, 1]", "holds no roles"),
+    ],
+)
+def test_what_a_map_cannot_say_is_told_with_its_place(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "map.yaml"
+    file.write_text(text)
+    problem = only(refused(f"placement.map={file}"))
+    assert said in problem.what
+    assert str(file) in problem.what
+
+
+def test_warnings_say_what_is_likely_not_meant() -> None:
+    def warned(*overrides: str) -> list[str]:
+        found_in = laid_out("cluster.devices_per_node=4", "batch.prompts_per_step=8", *overrides)
+        found = check_settings(found_in.settings, None)
+        check_devices(found, found_in, None, 0, None)
+        assert found.problems == []
+        return [warning.code for warning in found.warnings]
+
+    assert warned() == []
+    assert warned("placement.actor=[0-2]", "placement.rollout=[0,1]", "batch.samples_per_prompt=6") == ["P009"]
+    assert warned("placement.reference=[1]") == ["P010"]
+    assert warned("placement.critic=[1]") == ["P011"]
+    assert warned("batch.prompts_per_step=9", "batch.samples_per_prompt=4") == ["B013"]
+    assert warned("cluster.nodes=2", "cluster.devices_per_node=2", "parallel.actor.sequence=4") == ["G009"]
+    assert warned("offload.reference.optimizer=host", "algorithm.kl=loss") == ["F001"]
+    assert warned("offload.critic.parameters=host") == ["F002"]
+    assert warned("offload.folder=/tmp/x") == ["F003"]
+    assert warned("offload.folder=/tmp/x", "offload.actor.optimizer=disk") == []

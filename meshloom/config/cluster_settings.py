@@ -47,8 +47,8 @@ class PlacementSettings(Settings):
     rollout: Devices = "all"
     """Devices that generate."""
     reference: Devices = "all"
-    """Devices of the reference model, where ``algorithm.kl`` needs one. With adapters it is the actor without them, and is where
-    the actor is."""
+    """Devices of the reference model, where ``algorithm.kl`` needs one. With adapters it is the actor without them, and is
+    where the actor is."""
     critic: Devices = "all"
     """Devices of the critic, where there is one."""
     reward: Devices = "all"

@@ -18,7 +18,7 @@ from meshloom.plan.device_checks import check_devices, lay_out
 from meshloom.plan.engines import check_engine_settings
 from meshloom.plan.inputs import check_inputs
 from meshloom.plan.layout import Layout
-from meshloom.plan.ledger import LedgerLine, batch_ledger, longest_sequence_tokens, sft_steps, train_steps
+from meshloom.plan.ledger import MICROBATCHES, LedgerLine, batch_ledger, longest_sequence_tokens, sft_steps, train_steps
 from meshloom.plan.memory import (
     GENERATING,
     GPU,
@@ -108,7 +108,8 @@ def build_plan(
     else:
         found = check_settings(settings, num_prompts)
     check_engine_settings(found, settings)
-    lines = [*check_inputs(found, settings), *batch_ledger(settings, num_prompts), *over_devices]
+    batch = [line for line in batch_ledger(settings, num_prompts) if not over_devices or line.name != MICROBATCHES]
+    lines = [*check_inputs(found, settings), *batch, *over_devices]
     if unread is not None:
         found.refuse("M001", "model.path", unread.what, why=unread.why, fix=unread.fix)
     if folder is not None:

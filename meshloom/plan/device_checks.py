@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from meshloom.config.cluster_settings import OffloadPlace, RoleOffloadSettings
-from meshloom.config.problems import Problem
+from meshloom.config.errors import UserError
+from meshloom.config.problems import Problem, require_none
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.checks import Findings, check_settings
 from meshloom.plan.device_map import with_device_map
@@ -28,13 +29,21 @@ from meshloom.plan.meshes import (
     rollout_mesh,
     sequence_mesh,
 )
-from meshloom.plan.placement import Role, asks_for_devices, devices_of, placements, roles_of, topology_of
+from meshloom.plan.placement import (
+    Role,
+    asks_for_devices,
+    devices_of,
+    devices_of_machine,
+    placements,
+    roles_of,
+    topology_of,
+)
 from meshloom.plan.spread import cut_change, degrees_of, even_batches, spread_faults, uneven
 from meshloom.plan.topology import DeviceSet, Topology
 
 _CHANGE = "override that is suggested"
 """Origin of a change: it is tried as the override that it would be."""
-_SUGGESTIONS, _TRIED, _ROUNDS = 3, 24, 24
+_SUGGESTIONS, _TRIED, _ROUNDS = 3, 24, 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +122,29 @@ def _cut_faults(
         yield Fault(code=fault.code, path=path, what=f"{role}: {fault.what}", why=fault.why, changes=changes)
 
 
+def require_one_device(settings: TrainSettings) -> TrainSettings:
+    """The settings with what the device map says, if they train on one device.
+
+    Raises:
+        UserError: if they are laid out over more devices, move weights away between phases, or their map cannot be read.
+    """
+    laid_out = lay_out(settings, None, devices_of_machine())
+    if faults := [fault for fault in laid_out.faults if fault.path == "placement.map"]:
+        require_none([_problem(settings, fault, ()) for fault in faults], settings.placement.map or "")
+    settings, topology = laid_out.settings, laid_out.layout.topology
+    offload = settings.offload
+    moved = any(group != RoleOffloadSettings() for group in (offload.actor, offload.reference, offload.critic))
+    if topology.num_devices == 1 and not moved:
+        return settings
+    nodes = f" on {topology.num_nodes:,} nodes" if topology.num_nodes > 1 else ""
+    shown = f"{topology.num_devices:,} devices{nodes}" if topology.num_devices > 1 else "offload"
+    raise UserError(
+        f"this version trains on one device; the plan shows {shown}",
+        why="`meshloom plan` describes such a run, `meshloom train` does not carry it out",
+        fix="leave out cluster, placement, parallel and offload to train on one device",
+    )
+
+
 def check_devices(
     found: Findings, laid_out: LaidOut, model: Divisible | None, machine: int, num_prompts: int | None
 ) -> tuple[str, ...]:
@@ -130,7 +162,8 @@ def check_devices(
     """
     trial = _Trial(laid_out.given, model, machine, num_prompts)
     for fault in laid_out.faults:
-        found.problems.append(_problem(laid_out.settings, fault, trial.suggestions(fault)))
+        changes = tuple(dict.fromkeys(overrides(change) for change in trial.suggestions(fault)))
+        found.problems.append(_problem(laid_out.settings, fault, changes))
     if asks_for_devices(laid_out.settings):
         _warn_of_layout(found, laid_out)
     _warn_of_offload(found, laid_out.settings)
@@ -154,45 +187,58 @@ class _Trial:
 
     def __init__(self, settings: TrainSettings, model: Divisible | None, machine: int, num_prompts: int | None) -> None:
         self.settings, self.model, self.machine, self.num_prompts = settings, model, machine, num_prompts
-        self.before = self._wrong(settings)
+        self.before, _ = self._after({})
 
-    def _wrong(self, settings: TrainSettings) -> set[tuple[str, str, str]]:
-        laid_out = lay_out(settings, self.model, self.machine)
-        faults = {fault.key for fault in laid_out.faults}
+    def _after(self, change: Change) -> tuple[set[tuple[str, str, str]], tuple[Fault, ...]]:
+        """Everything that is wrong after a change, and the faults of the layout among it."""
+        laid_out = lay_out(with_values(self.settings, change, _CHANGE), self.model, self.machine)
         batch = check_settings(laid_out.settings, self.num_prompts).problems
-        return faults | {(problem.code, problem.where.partition(" ")[0], "") for problem in batch}
+        keys = {(problem.code, problem.where.partition(" ")[0], "") for problem in batch}
+        return {fault.key for fault in laid_out.faults} | keys, laid_out.faults
 
-    def suggestions(self, fault: Fault) -> tuple[tuple[str, ...], ...]:
-        """Changes that end a fault and bring no other, as overrides."""
-        good = (change for change in islice(fault.changes(), _TRIED) if self._ends(fault, change))
-        return tuple(dict.fromkeys(overrides(change) for change in islice(good, _SUGGESTIONS)))
+    def suggestions(self, fault: Fault) -> list[Change]:
+        """Changes that end a fault and bring no other, best first. Where each brings another that was hidden so far, changes
+        that end that one too belong to it."""
+        tried = list(islice(fault.changes(), _TRIED))
+        good = islice((change for change in tried if self._ends(fault, change)), _SUGGESTIONS)
+        if found := list(good):
+            return found
+        completed = (self._completed(fault, change) for change in tried)
+        return list(islice(filter(None, completed), 1))
 
     def _ends(self, fault: Fault, change: Change) -> bool:
-        after = self._wrong(with_values(self.settings, change, _CHANGE))
+        after, _ = self._after(change)
         return fault.key not in after and after <= self.before
+
+    def _completed(self, fault: Fault, change: Change) -> Change | None:
+        made = dict(change)
+        for _ in range(_ROUNDS):
+            after, faults = self._after(made)
+            if fault.key in after:
+                return None
+            new = [brought for brought in faults if brought.key not in self.before]
+            if not new:
+                return made if after <= self.before else None
+            further = (made | dict(step) for step in islice(new[0].changes(), _TRIED))
+            allowed = after - {new[0].key}
+            step = next((step for step in further if self._after(step)[0] <= allowed), None)
+            if step is None:
+                return None
+            made = step
+        return None
 
     def all_together(self) -> Change:
         """A change that ends every fault of the layout, one fault after the other; empty if none was found."""
         made: dict[str, object] = {}
-        settings = self.settings
         for _ in range(_ROUNDS):
-            faults = lay_out(settings, self.model, self.machine).faults
+            trial = _Trial(with_values(self.settings, made, _CHANGE), self.model, self.machine, self.num_prompts)
+            _, faults = trial._after({})
             if not faults:
                 return made
-            trial = _Trial(settings, self.model, self.machine, self.num_prompts)
-            step = next(
-                (
-                    change
-                    for fault in faults
-                    for change in islice(fault.changes(), _TRIED)
-                    if trial._ends(fault, change)
-                ),
-                None,
-            )
+            step = next((change for fault in faults for change in trial.suggestions(fault)[:1]), None)
             if step is None:
                 return {}
             made |= step
-            settings = with_values(settings, step, _CHANGE)
         return {}
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 
 DERIVED = "derived"
+MICROBATCHES = "microbatches per update"
+"""Name of the line that, over several devices, is one of each role."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +202,7 @@ def _microbatch_lines(lines: _Lines, settings: TrainSettings | SftSettings) -> N
     formula = f"data.max_prompt_tokens + {response}.max_response_tokens"
     lines.derived("longest sample", longest, formula, "tokens")
     lines.derived(
-        "microbatches per update",
+        MICROBATCHES,
         most_microbatches(
             samples_per_update(settings), longest, batch.tokens_per_microbatch, batch.samples_per_microbatch
         ),

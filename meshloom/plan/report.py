@@ -6,7 +6,7 @@ Owns: the layout. Always holds: every line of the plan is shown with its formula
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -16,6 +16,7 @@ from meshloom.config.load import Explained
 from meshloom.config.problems import Problem
 from meshloom.plan.build import Plan
 from meshloom.plan.ledger import DERIVED, LedgerLine
+from meshloom.plan.picture import draw
 
 _TEXT_COLUMNS = 150
 _UNLIMITED = 100_000
@@ -42,9 +43,15 @@ def plan_json(plan: Plan) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False)
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """The plan on a terminal."""
-    for part in _parts(plan):
+def print_plan(plan: Plan, console: Console, derivations: Mapping[tuple[str, str], str] | None = None) -> None:
+    """The plan on a terminal.
+
+    Args:
+        plan: to show.
+        console: to print on.
+        derivations: formulas with their numbers, by section and name of a line, shown below it (``plan.worked``).
+    """
+    for part in _parts(plan, derivations or {}):
         console.print(part, soft_wrap=isinstance(part, Text))
 
 
@@ -65,13 +72,17 @@ def print_explained(explained: Sequence[Explained], console: Console) -> None:
     console.print()
 
 
-def _parts(plan: Plan) -> list[RenderableType]:
+def _parts(plan: Plan, derivations: Mapping[tuple[str, str], str]) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(f"Plan: {plan.title}", style="bold")]
+    if plan.layout is not None and plan.layout.topology.num_devices > 1:
+        parts += ["", Text(draw(plan.layout))]
     for section in dict.fromkeys(line.section for line in plan.lines):
-        parts += ["", _table(section, [line for line in plan.lines if line.section == section])]
+        parts += ["", _table(section, [line for line in plan.lines if line.section == section], derivations)]
     for heading, style, problems in (("Warnings", "yellow", plan.warnings), ("Problems", "bold red", plan.problems)):
         if problems:
             parts += ["", Text(heading, style=style), *(_problem(problem) for problem in problems)]
+    if plan.together:
+        parts += [Text(f"  All problems of devices end with: {' '.join(plan.together)}")]
     return parts
 
 
@@ -79,7 +90,7 @@ def _problem(problem: Problem) -> Text:
     return Text("\n".join(f"  {line}" for line in str(problem).splitlines()))
 
 
-def _table(section: str, lines: list[LedgerLine]) -> Table:
+def _table(section: str, lines: list[LedgerLine], derivations: Mapping[tuple[str, str], str]) -> Table:
     table = Table(
         title=section, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )
@@ -89,6 +100,8 @@ def _table(section: str, lines: list[LedgerLine]) -> Table:
     for line in lines:
         origin = line.formula if line.source == DERIVED else f"{line.formula} ({line.source})"
         table.add_row(*(Text(cell) for cell in (line.name, _value(line), origin)))
+        if (derivation := derivations.get((section, line.name))) is not None:
+            table.add_row("", "", Text(f"= {derivation}"))
     return table
 
 

@@ -14,7 +14,7 @@ from meshloom.config.settings import TrainSettings
 from meshloom.plan.faults import Change, Fault
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.ledger import DERIVED, LedgerLine, longest_sample_tokens, most_microbatches, samples_per_update
-from meshloom.plan.meshes import Degrees, Divisible, Pool, near_degrees
+from meshloom.plan.meshes import AXES, Degrees, Divisible, Pool, near_degrees
 from meshloom.plan.placement import Role
 
 
@@ -57,20 +57,26 @@ def ledger_over_devices(settings: TrainSettings, layout: Layout) -> tuple[Ledger
     return tuple(lines)
 
 
-def _line(name: str, value: int | str, formula: str, unit: str) -> LedgerLine:
-    return LedgerLine(section="batch over devices", name=name, value=value, formula=formula, source=DERIVED, unit=unit)
+def _line(name: str, value: int | str, formula: str, unit: str, source: str = DERIVED) -> LedgerLine:
+    return LedgerLine(section="batch over devices", name=name, value=value, formula=formula, source=source, unit=unit)
 
 
 def _rollout_lines(settings: TrainSettings, rollout: RoleLayout) -> list[LedgerLine]:
-    batch, replicas = settings.batch, rollout.replicas
+    batch, replicas, origin = settings.batch, rollout.replicas, settings.provenance
     prompts = Share(batch.prompts_per_step, replicas)
     each = batch.samples_per_prompt
     samples = (
         prompts.most * each if prompts.least == prompts.most else f"{prompts.least * each} or {prompts.most * each}"
     )
     return [
-        _line("rollout devices", len(rollout.devices), "placement.rollout", "devices"),
-        _line("rollout replicas", replicas, "rollout devices ÷ parallel.rollout.tensor", "replicas"),
+        _line("rollout devices", len(rollout.devices), "placement.rollout", "devices", origin.of("placement.rollout")),
+        _line(
+            "rollout replicas",
+            replicas,
+            "rollout devices ÷ parallel.rollout.tensor",
+            "replicas",
+            origin.of("parallel.rollout.tensor"),
+        ),
         _line("prompts per rollout replica", prompts.value, "prompts per step ÷ rollout replicas", "prompts"),
         _line("samples per rollout replica", samples, "prompts per rollout replica × samples per prompt", "samples"),
     ]
@@ -79,25 +85,29 @@ def _rollout_lines(settings: TrainSettings, rollout: RoleLayout) -> list[LedgerL
 def _model_lines(settings: TrainSettings, found: RoleLayout) -> list[LedgerLine]:
     """Samples and microbatches of a model that computes log-probs and, if it is trained, updates."""
     name, replicas = str(found.role), found.replicas
-    cut = f"(pp {found.mesh.size('pp')} × sp {found.mesh.size('sp')} × tp {found.mesh.size('tp')})"
+    cut, origin = " × ".join(f"parallel.{name}.{cut}" for cut in AXES), settings.provenance
+    cuts = list(dict.fromkeys(origin.of(f"parallel.{name}.{cut}") for cut in AXES))
+    given = ", ".join(place for place in cuts if place != "default") or "default"
     prefix = "" if found.role == Role.ACTOR else f"{name} "
     lines = [
-        _line(f"{name} devices", len(found.devices), f"placement.{name}", "devices"),
-        _line(f"{name} replicas", replicas, f"{name} devices ÷ {cut}: those with different samples", "replicas"),
+        _line(f"{name} devices", len(found.devices), f"placement.{name}", "devices", origin.of(f"placement.{name}")),
+        _line(f"{name} replicas", replicas, f"{name} devices ÷ ({cut})", "replicas", given),
     ]
     each = "device" if replicas == len(found.devices) else "replica"
     if found.role != Role.REFERENCE:
         share = Share(samples_per_update(settings), replicas)
-        formula = f"samples per update ÷ {name} replicas"
-        lines.append(_line(f"{prefix}samples per {each} per update", share.value, formula, "samples"))
-        lines += _microbatches(settings, found, share, f"{prefix}update microbatches", each)
+        shared = _line(
+            f"{prefix}samples per {each} per update", share.value, f"samples per update ÷ {name} replicas", "samples"
+        )
+        lines += [shared, *_microbatches(settings, found, share, shared.name, f"{prefix}update microbatches", each)]
     step = Share(settings.batch.prompts_per_step * settings.batch.samples_per_prompt, replicas)
-    formula = f"samples per step ÷ {name} replicas"
-    lines.append(_line(f"{prefix}samples per {each} per step", step.value, formula, "samples"))
-    return lines + _microbatches(settings, found, step, f"{prefix}log-prob microbatches", each)
+    shared = _line(f"{prefix}samples per {each} per step", step.value, f"samples per step ÷ {name} replicas", "samples")
+    return [*lines, shared, *_microbatches(settings, found, step, shared.name, f"{prefix}log-prob microbatches", each)]
 
 
-def _microbatches(settings: TrainSettings, found: RoleLayout, share: Share, name: str, each: str) -> list[LedgerLine]:
+def _microbatches(
+    settings: TrainSettings, found: RoleLayout, share: Share, of: str, name: str, each: str
+) -> list[LedgerLine]:
     """The most microbatches of a replica and of all, as if every sample were the longest. The devices of a split sequence hold
     ``tokens_per_microbatch`` each."""
     batch, tokens = settings.batch, settings.batch.tokens_per_microbatch * found.mesh.size("sp")
@@ -109,10 +119,11 @@ def _microbatches(settings: TrainSettings, found: RoleLayout, share: Share, name
     larger = share.total % share.takers
     total = larger * most(share.most) + (share.takers - larger) * most(share.least)
     fitting = min(max(1, tokens // longest), batch.samples_per_microbatch or share.most)
-    formula = f"at most: ⌈samples of the {each} ÷ {fitting}, the longest samples that fit one⌉"
+    formula = f"at most: ⌈{of} ÷ {fitting}⌉, the longest samples that fit one"
+    summed = f"the sum over {found.role} replicas" if larger else f"{name} per {each} × {found.role} replicas"
     return [
         _line(f"{name} per {each}", most(share.most), formula, ""),
-        _line(f"{name} in all", total, f"at most: {name} per {each} × {found.role} replicas", ""),
+        _line(f"{name} in all", total, f"at most: {summed}", ""),
     ]
 
 
