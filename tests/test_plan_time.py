@@ -152,9 +152,9 @@ def test_every_constant_counts(name: str) -> None:
 
 
 def test_assumptions_are_listed_and_say_where_they_come_from() -> None:
-    lines = {line.name: line for line in assumptions(replace(C, step_s=1.0), ONE)}
+    lines = {line.name: line for line in assumptions(replace(C, beside_phases_s=1.0), ONE)}
     assert len(lines) == 5 + len(fields(Constants))
-    assert lines["step"].formula == "as given"
+    assert lines["beside phases"].formula == "as given"
     assert lines["network share"].formula == "assumed"
     assert lines["decode layer"].formula == "fitted to one H200"
     assert lines["matrix rate"].value == 989e12
@@ -259,8 +259,10 @@ def test_a_lag_lets_rollout_and_training_work_at_once() -> None:
         update_time(actor("Qwen2.5-1.5B"), work(512), ONE, C),
     )
     together = step_seconds([sampled], [trained], C, offload=0.5)
-    assert together == pytest.approx(sampled.seconds + trained.seconds + C.step_s + 0.5)
-    assert step_seconds([sampled], [trained], C, apart=True) == max(sampled.seconds, trained.seconds) + C.step_s
+    assert together == pytest.approx(sampled.seconds + trained.seconds + C.beside_phases_s + 0.5)
+    assert (
+        step_seconds([sampled], [trained], C, apart=True) == max(sampled.seconds, trained.seconds) + C.beside_phases_s
+    )
     lines = list(sampled.lines())
     assert lines[0].value == pytest.approx(sum(float(line.value or 0) for line in lines[1:]), abs=1e-5)
     assert lines[0].formula == "products + attention + launches + prompts"

@@ -37,7 +37,7 @@ class Constants:
         collective_s: until a collective moves its first byte.
         hidden_part: part of a pass behind which collectives of shards can hide.
         disk_bandwidth: bytes a second of a node's disk, each way.
-        step_s: of a step, beside its phases: rewards of a rule, records, packing.
+        beside_phases_s: of a step, beside its phases: rewards of a rule, records, packing.
     """
 
     training_matrix_share: float = 0.80
@@ -57,7 +57,7 @@ class Constants:
     collective_s: float = 20e-6
     hidden_part: float = 0.8
     disk_bandwidth: float = 2e9
-    step_s: float = 0.06
+    beside_phases_s: float = 0.06
 
 
 ASSUMED = ("attention_share", "forward_part", "network_share", "collective_s", "hidden_part", "disk_bandwidth")

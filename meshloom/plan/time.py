@@ -145,9 +145,13 @@ def _met_parameters(model: DecoderNumbers, rows: float) -> float:
 def generate_time(engine: EngineRole, requests: Requests, cluster: Cluster, constants: Constants) -> PhaseTime:
     """Generation by one replica, which all replicas of the same load take.
 
-    Sequences that end make room for others; when none waits, the batch empties until the longest has ended.
+    Sequences that end make room for others; when none waits, the batch empties until the longest has ended. A cache that is
+    bounded holds as many sequences as it has room for, of usual length.
     """
     model, rows = engine.model, min(engine.sequences, requests.samples)
+    if engine.cache_bytes is not None:
+        each = (requests.prompt_tokens + requests.response_tokens) * cached_values(model, engine.tensor) * engine.width
+        rows = max(1, min(rows, int(engine.cache_bytes / each)))
     steps = (requests.samples - rows) * requests.response_tokens / rows + requests.longest
     mean_rows = requests.samples * requests.response_tokens / steps
     past = requests.prompt_tokens + requests.response_tokens / 2
@@ -360,4 +364,4 @@ def step_seconds(
         apart: whether both are on devices of their own and a lag of a version or more lets them work at once.
     """
     sampled, trained = (sum(phase.seconds for phase in phases) for phases in (rollout, training))
-    return (max(sampled, trained) if apart else sampled + trained) + offload + constants.step_s
+    return (max(sampled, trained) if apart else sampled + trained) + offload + constants.beside_phases_s

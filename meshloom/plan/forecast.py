@@ -1,0 +1,250 @@
+"""What a run holds and takes on its devices: the ledgers of memory and time of a layout.
+
+Owns: which roles are on a device together, which phases follow each other, what a step comes to. Refuses to know: bytes of a
+layer, operations of a token. Always holds: of roles on devices of their own in one phase the slowest counts, of roles that
+share devices the sum; with one device it says what ``plan.memory`` says.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from meshloom.config.settings import TrainSettings
+from meshloom.plan.arithmetic import Work
+from meshloom.plan.constants import Cluster, Constants, assumptions
+from meshloom.plan.layout import Layout, RoleLayout
+from meshloom.plan.ledger import DERIVED, LedgerLine
+from meshloom.plan.parameters import DecoderNumbers
+from meshloom.plan.placement import Role
+from meshloom.plan.residency import EngineRole, ModelRole, Phase
+from meshloom.plan.role_numbers import engine_role, model_role, updates_per_step, with_room_for_cache
+from meshloom.plan.sharded_memory import DeviceLedger, device_ledger, moves
+from meshloom.plan.shards import ceil_div
+from meshloom.plan.time import (
+    PhaseTime,
+    Requests,
+    Seconds,
+    forward_time,
+    generate_time,
+    movement_time,
+    offload_time,
+    step_seconds,
+    update_time,
+)
+from meshloom.plan.topology import DeviceSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Tokens of samples, on average and at most."""
+
+    prompt: float
+    response: float
+    longest: int
+
+    @classmethod
+    def most(cls, settings: TrainSettings) -> "Lengths":
+        """As if every prompt and response were the longest."""
+        longest = settings.rollout.max_response_tokens
+        return cls(prompt=settings.data.max_prompt_tokens, response=longest, longest=longest)
+
+    def work(self, samples: int, group: int) -> Work:
+        """What a pass computes of samples, each group of which shares its prompt."""
+        pairs = samples * (self.prompt**2 / 2 / group + self.response * self.prompt + self.response**2 / 2)
+        tokens = samples * (self.response + self.prompt / group)
+        return Work(round(tokens), round(samples * self.response), round(pairs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Devices that hold the same roles.
+
+    Args:
+        devices: all of them.
+        roles: on each.
+        ledger: of the fullest.
+    """
+
+    devices: DeviceSet
+    roles: tuple[Role, ...]
+    ledger: DeviceLedger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A step of a run on its devices.
+
+    Args:
+        groups: devices by what they hold.
+        phases: of all roles.
+        offload: what it moves in a step, on the devices that move most.
+        lengths: of samples that are counted with.
+        step_s: seconds of a step.
+    """
+
+    groups: tuple[Group, ...]
+    phases: tuple[PhaseTime, ...]
+    offload: tuple[Seconds, ...]
+    lengths: Lengths
+    step_s: float
+
+    def seconds(self, role: Role, phase: Phase) -> float:
+        """Of a role in a phase; 0 where it has nothing to do."""
+        return sum(found.seconds for found in self.phases if found.role == role and found.phase is phase)
+
+    def lines(self, cluster: Cluster, constants: Constants) -> Iterator[LedgerLine]:
+        """The time ledger, and what it takes for granted."""
+        for phase in self.phases:
+            yield from phase.lines()
+        for moved in self.offload:
+            yield _line(f"offload: {moved.name}", moved.seconds, moved.formula)
+        yield _line("step", self.step_s, "phases in their order, offload, and what a step costs beside them")
+        given = self.lengths
+        formula = f"prompts of {given.prompt:g}, responses of {given.response:g} tokens, the longest {given.longest}"
+        yield LedgerLine(section="assumptions", name="lengths", value=None, formula=formula, source=DERIVED)
+        yield from assumptions(constants, cluster)
+
+
+def _line(name: str, value: float, formula: str) -> LedgerLine:
+    return LedgerLine(section="time", name=name, value=round(value, 6), formula=formula, source=DERIVED, unit="s")
+
+
+def forecast(
+    settings: TrainSettings,
+    model: DecoderNumbers,
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    recompute: bool,
+    adapters: int | None = None,
+    lengths: Lengths | None = None,
+    constants: Constants | None = None,
+    device_memory: int | None = None,
+) -> Forecast:
+    """What a run holds and takes.
+
+    Args:
+        settings: of the run.
+        model: in numbers.
+        layout: where its roles are.
+        cluster: what its devices are.
+        recompute: whether layers are recomputed in the backward pass.
+        adapters: parameters of adapters; none where all are trained.
+        lengths: of samples; none for the most that settings allow.
+        constants: of the cost model; none for those that were fitted.
+        device_memory: bytes of a device; none for what its kind has.
+    """
+    constants, lengths = constants or Constants(), lengths or Lengths.most(settings)
+    engine = engine_role(settings, layout, model)
+    lent = engine is not None and not engine.own_weights
+    models: dict[Role, ModelRole] = {
+        found.role: model_role(
+            settings,
+            found,
+            model,
+            recompute=recompute,
+            adapters=adapters,
+            lends_to_engine=lent and found.role == Role.ACTOR,
+        )
+        for found in layout.roles
+        if found.role not in (Role.ROLLOUT, Role.REWARD)
+    }
+    memory = device_memory or cluster.device.memory_bytes
+    if engine is not None:
+        others = [
+            device_ledger([models[role] for role in shared.roles if role in models], [replace(engine, cache_bytes=0)])
+            for shared in layout.shared
+            if Role.ROLLOUT in shared.roles
+        ]
+        taken = max((ledger.needed(Phase.GENERATE) for ledger in others), default=0)
+        engine = with_room_for_cache(settings, engine, taken, memory)
+    groups = tuple(_groups(layout, models, engine, memory))
+    phases = tuple(_phases(settings, layout, models, engine, lengths, cluster, constants))
+    offload = max((tuple(_offload(group, cluster, constants)) for group in groups), key=_total, default=())
+    return Forecast(
+        groups=groups,
+        phases=phases,
+        offload=offload,
+        lengths=lengths,
+        step_s=_step(settings, layout, phases, _total(offload), constants),
+    )
+
+
+def _total(parts: tuple[Seconds, ...]) -> float:
+    return sum(part.seconds for part in parts)
+
+
+def _groups(
+    layout: Layout, models: Mapping[Role, ModelRole], engine: EngineRole | None, memory: int
+) -> Iterator[Group]:
+    for shared in layout.shared:
+        if shared.roles:
+            here = [models[role] for role in shared.roles if role in models]
+            engines = [engine] if engine is not None and Role.ROLLOUT in shared.roles else []
+            yield Group(
+                devices=shared.devices, roles=shared.roles, ledger=device_ledger(here, engines, memory_bytes=memory)
+            )
+
+
+def _offload(group: Group, cluster: Cluster, constants: Constants) -> Iterator[Seconds]:
+    yield from offload_time(moves(group.ledger.holdings), cluster, constants)
+
+
+def _phases(
+    settings: TrainSettings,
+    layout: Layout,
+    models: Mapping[Role, ModelRole],
+    engine: EngineRole | None,
+    lengths: Lengths,
+    cluster: Cluster,
+    constants: Constants,
+) -> Iterator[PhaseTime]:
+    """What each role does in a step, in the order of the phases."""
+    batch = settings.batch
+    samples = batch.prompts_per_step * batch.samples_per_prompt
+    work = lengths.work(samples, batch.samples_per_prompt)
+    rollout = layout.role(Role.ROLLOUT)
+    if engine is not None and rollout is not None:
+        prompts = ceil_div(batch.prompts_per_step, rollout.replicas)
+        requests = Requests(
+            samples=prompts * batch.samples_per_prompt,
+            prompts=prompts,
+            prompt_tokens=lengths.prompt,
+            response_tokens=lengths.response,
+            longest=lengths.longest,
+        )
+        yield generate_time(engine, requests, cluster, constants)
+    for role in models.values():
+        if Phase.LOGPROB in role.computes:
+            yield forward_time(role, work, cluster, constants, Phase.LOGPROB)
+    passes = lengths.work(samples * batch.epochs_per_step, batch.samples_per_prompt)
+    for role in models.values():
+        if role.is_trained:
+            yield update_time(role, passes, cluster, constants, updates=updates_per_step(settings) or 1)
+    if engine is not None and rollout is not None and Role.ACTOR in models:
+        apart = not _share(rollout, layout.role(Role.ACTOR))
+        yield movement_time(engine, models[Role.ACTOR], cluster, constants, apart=apart)
+
+
+def _share(one: RoleLayout | None, other: RoleLayout | None) -> bool:
+    """Whether two roles have a device in common."""
+    if one is None or other is None:
+        return False
+    pieces = ((a, b) for a in one.devices.ranges for b in other.devices.ranges)
+    return any(max(a.start, b.start) < min(a.stop, b.stop) for a, b in pieces)
+
+
+def _step(
+    settings: TrainSettings, layout: Layout, phases: tuple[PhaseTime, ...], offload: float, constants: Constants
+) -> float:
+    """Phases in their order; in each, the devices that are busy longest."""
+    longest: list[PhaseTime] = []
+    for phase in Phase:
+        of_groups = [
+            [found for found in phases if found.phase is phase and found.role in shared.roles]
+            for shared in layout.shared
+        ]
+        longest += max(of_groups, key=lambda found: sum(each.seconds for each in found), default=[])
+    generated = [found for found in longest if found.phase is Phase.GENERATE]
+    others = [found for found in longest if found.phase is not Phase.GENERATE]
+    apart = settings.algorithm.max_lag_versions > 0 and not _share(layout.role(Role.ROLLOUT), layout.role(Role.ACTOR))
+    return step_seconds(generated, others, constants, offload=offload, apart=apart)

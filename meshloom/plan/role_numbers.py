@@ -1,0 +1,142 @@
+"""Roles of a run as plain numbers: from settings and a layout to what the ledgers of memory and time count with.
+
+Owns: which setting becomes which number. Refuses to know: formulas of bytes and seconds. Always holds: what a run of these
+settings does is what is counted, by the rules that the trainer and the engines go by.
+"""
+
+from dataclasses import replace
+
+from meshloom.config.cluster_settings import RoleOffloadSettings
+from meshloom.config.settings import KlPlace, TrainSettings
+from meshloom.plan.compute import compiles, logits_chunk_bytes
+from meshloom.plan.layout import Layout, RoleLayout
+from meshloom.plan.ledger import longest_sample_tokens, most_microbatches, samples_per_update
+from meshloom.plan.memory import compute_bytes, on_gpu
+from meshloom.plan.parameters import DecoderNumbers
+from meshloom.plan.placement import PHASES, Role
+from meshloom.plan.residency import EngineRole, ModelRole, Phase, Residency
+from meshloom.plan.sharded_memory import FLOAT32
+from meshloom.plan.shards import Cut, ceil_div
+
+_PAGE = 64
+_CACHE_SHARE = 0.9
+"""Of the memory that is left, what the embedded engine's cache takes at most."""
+_RESIDENCY = {"none": Residency.DEVICE, "host": Residency.HOST, "disk": Residency.DISK}
+
+
+def cut_of(found: RoleLayout) -> Cut:
+    """How a role's mesh cuts its model."""
+    size = found.mesh.size
+    return Cut(
+        replicate=size("replicate"), fsdp=size("fsdp"), sequence=size("sp"), tensor=size("tp"), pipeline=size("pp")
+    )
+
+
+def updates_per_step(settings: TrainSettings) -> int:
+    """Optimizer updates of a step, rounded down where they do not come out even."""
+    batch = settings.batch
+    return batch.prompts_per_step // (batch.prompts_per_update or batch.prompts_per_step) * batch.epochs_per_step
+
+
+def computes_old_logprobs(settings: TrainSettings) -> bool:
+    """Whether the actor computes log-probs before its updates; before the only one of a step they are the update's own."""
+    algorithm = settings.algorithm
+    return updates_per_step(settings) != 1 or algorithm.max_lag_versions > 0 or algorithm.kl is KlPlace.REWARD
+
+
+def model_role(
+    settings: TrainSettings,
+    found: RoleLayout,
+    model: DecoderNumbers,
+    *,
+    recompute: bool,
+    adapters: int | None = None,
+    lends_to_engine: bool = False,
+) -> ModelRole:
+    """A role that computes with a model.
+
+    Args:
+        settings: of the run.
+        found: the role on its devices.
+        model: of the run.
+        recompute: whether layers are recomputed in the backward pass.
+        adapters: parameters of its adapters; none where all are trained.
+        lends_to_engine: whether the engine samples from its very weights.
+    """
+    gpu, width = on_gpu(settings.device), compute_bytes(settings.model.dtype, settings.device)
+    phases = [Phase(phase) for phase in PHASES[found.role]]
+    if found.role == Role.ACTOR and not computes_old_logprobs(settings):
+        phases.remove(Phase.LOGPROB)
+    lends = [Phase.SYNC] if Phase.SYNC in phases else []
+    cut, batch, longest = cut_of(found), settings.batch, longest_sample_tokens(settings)
+    trains = Phase.UPDATE in phases
+    samples = samples_per_update(settings) if trains else batch.prompts_per_step * batch.samples_per_prompt
+    samples = ceil_div(samples, cut.replicas)
+    # Devices that share sequences hold a microbatch's tokens each.
+    tokens = min(
+        batch.tokens_per_microbatch * cut.sequence, min(samples, batch.samples_per_microbatch or samples) * longest
+    )
+    offload: RoleOffloadSettings = {
+        Role.ACTOR: settings.offload.actor,
+        Role.REFERENCE: settings.offload.reference,
+        Role.CRITIC: settings.offload.critic,
+    }[found.role]
+    return ModelRole(
+        name=str(found.role),
+        model=model.with_scalar_head() if found.role == Role.CRITIC else model,
+        cut=cut,
+        computes=tuple(phase for phase in phases if phase is not Phase.SYNC),
+        lends=(*lends, Phase.GENERATE) if lends_to_engine else tuple(lends),
+        width=width,
+        trained=adapters if found.role == Role.ACTOR else None,
+        tokens=tokens,
+        microbatches=most_microbatches(samples, longest, tokens, batch.samples_per_microbatch),
+        recompute=recompute,
+        compiled=compiles(settings.model, gpu=gpu),
+        chunk_bytes=logits_chunk_bytes(settings.model, gpu=gpu),
+        logit_bytes=FLOAT32 + (width if gpu and width < FLOAT32 else 0),
+        parameters_at=_RESIDENCY[offload.parameters],
+        optimizer_at=_RESIDENCY[offload.optimizer],
+    )
+
+
+def engine_role(settings: TrainSettings, layout: Layout, model: DecoderNumbers) -> EngineRole | None:
+    """A replica of the engine; none if the rollout could not be laid out."""
+    found, actor = layout.role(Role.ROLLOUT), layout.role(Role.ACTOR)
+    if found is None:
+        return None
+    rollout, gpu, vllm = settings.rollout, on_gpu(settings.device), settings.rollout.engine == "vllm"
+    tensor, longest = found.mesh.size("tp"), longest_sample_tokens(settings)
+    whole = actor is not None and cut_of(actor).devices == cut_of(actor).replicate and tensor == 1
+    same = actor is not None and whole and set(found.devices.ranges) == set(actor.devices.ranges)
+    samples = ceil_div(settings.batch.prompts_per_step, found.replicas) * settings.batch.samples_per_prompt
+    return EngineRole(
+        name=str(Role.ROLLOUT),
+        model=model,
+        tensor=tensor,
+        width=compute_bytes(settings.model.dtype, settings.device),
+        own_weights=vllm or not same,
+        sleeps=rollout.vllm.sleep or not vllm,
+        sequences=min(rollout.max_sequences, samples),
+        slot_tokens=longest if vllm or not gpu else (ceil_div(longest, _PAGE) + 1) * _PAGE,
+        cache_bytes=rollout.kv_cache_bytes,
+        fills_cache=vllm,
+        keeps_logits=gpu and not vllm,
+    )
+
+
+def with_room_for_cache(settings: TrainSettings, engine: EngineRole, taken: int, memory: int) -> EngineRole:
+    """The engine with the bound on its cache that follows from a GPU's memory, where the settings give none.
+
+    Args:
+        settings: of the run.
+        engine: that has none.
+        taken: bytes that the device needs while it generates, without the cache.
+        memory: of the device.
+    """
+    if engine.cache_bytes is not None or not on_gpu(settings.device):
+        return engine
+    if settings.rollout.engine == "vllm":
+        weights = ceil_div(engine.model.total, engine.tensor) * engine.width
+        return replace(engine, cache_bytes=max(0, int(settings.rollout.vllm.gpu_memory_utilization * memory) - weights))
+    return replace(engine, cache_bytes=max(0, int(_CACHE_SHARE * (memory - taken))))
