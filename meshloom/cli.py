@@ -47,6 +47,7 @@ Reinforcement-learning post-training for language models.
   meshloom plan RUN.yaml           what a run comes to, and why it cannot work; touches nothing
   meshloom train RUN.yaml [a.b=c]  reinforcement learning
   meshloom train RUN.yaml --resume go on from the newest checkpoint
+  meshloom train --verl -- COMMAND what a verl command says; plan takes it too
   meshloom sft RUN.yaml [a.b=c]    supervised fine-tuning
   meshloom eval RUN.yaml [a.b=c]   accuracy on held-out prompts
   meshloom report RUN_DIR          write the run's page, report.html
@@ -71,25 +72,38 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def _train(args: argparse.Namespace) -> int:
+    if args.verl is None:
+        return _run_training(_load(TrainSettings, args.settings, resume=args.resume), args.resume)
+    from meshloom.from_verl import settings_to_run
+
+    settings, goes_on = settings_to_run(args.verl, args.settings, args.write)
+    resume = args.resume or goes_on
+    return _run_sft(settings, resume) if isinstance(settings, SftSettings) else _run_training(settings, resume)
+
+
+def _run_training(settings: TrainSettings, resume: bool) -> int:
     from meshloom.plan.device_checks import require_one_device
 
-    settings = require_one_device(_load(TrainSettings, args.settings, resume=args.resume))
+    settings = require_one_device(settings)
     from meshloom.train.ahead import CompileAhead
 
     with CompileAhead(settings) as ahead:
         from meshloom.loop.train import run_training
 
-        return run_training(settings, resume=args.resume, ahead=ahead)
+        return run_training(settings, resume=resume, ahead=ahead)
 
 
 def _sft(args: argparse.Namespace) -> int:
-    settings = _load(SftSettings, args.settings, resume=args.resume)
+    return _run_sft(_load(SftSettings, args.settings, resume=args.resume), args.resume)
+
+
+def _run_sft(settings: SftSettings, resume: bool) -> int:
     from meshloom.train.ahead import CompileAhead
 
     with CompileAhead(settings) as ahead:
         from meshloom.loop.sft import run_sft
 
-        return run_sft(settings, resume=args.resume, ahead=ahead)
+        return run_sft(settings, resume=resume, ahead=ahead)
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -100,6 +114,11 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.verl is not None:
+        from meshloom.from_verl import plan_verl
+
+        native = [*args.settings, *_hardware(args)]
+        return plan_verl(args.verl, native, prompts=args.prompts, as_json=args.json, file=args.write)
     from meshloom.config.kinds import kind_of
     from meshloom.config.load import explain, flatten
 
@@ -211,14 +230,20 @@ def _settings_arguments(parser: argparse.ArgumentParser, *, kind: str, resume: b
     parser.usage = f"%(prog)s RUN.yaml [a.b=c ...]{' [--resume]' if resume else ''} [options]"
     parser.epilog = _SETTINGS_HELP % {"kind": kind}
     parser.add_argument(
-        "settings", nargs="+", metavar="RUN.yaml", help="settings file, or the folder of a run; then overrides a.b=c"
+        "settings", nargs="*", metavar="RUN.yaml", help="settings file, or the folder of a run; then overrides a.b=c"
     )
     if resume:
         parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
 
 
+def _verl_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--verl", action="store_true", help="what stands behind -- is a verl command, or its overrides")
+    parser.add_argument("--write", type=Path, metavar="RUN.yaml", help="with --verl: write our settings to this file")
+
+
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     _settings_arguments(parser, kind="train", resume=True)
+    _verl_arguments(parser)
 
 
 def _sft_arguments(parser: argparse.ArgumentParser) -> None:
@@ -231,6 +256,7 @@ def _eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     _settings_arguments(parser, kind="train", resume=False)
+    _verl_arguments(parser)
     parser.add_argument("--kind", choices=tuple(_KINDS), help="what the file is for (default: by its keys)")
     parser.add_argument("--settings", dest="settings_too", action="store_true", help="each setting and its origin, too")
     parser.add_argument("--prompts", type=int, metavar="N", help="prompts of the data (default: counted)")
@@ -319,7 +345,24 @@ def _parse(argv: Sequence[str]) -> tuple[Run, argparse.Namespace] | None:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    return run, parser.parse_intermixed_args(argv[1:])
+    return run, _arguments(parser, list(argv[1:]))
+
+
+def _arguments(parser: _Parser, words: list[str]) -> argparse.Namespace:
+    """The arguments of a command; with ``--verl``, what stands behind ``--`` is not ours."""
+    end = words.index("--") if "--verl" in words and "--" in words else len(words)
+    args = parser.parse_intermixed_args(words[:end])
+    given = vars(args)
+    behind = words[end + 1 :]
+    if given.get("verl"):
+        args.verl, args.settings = (behind, args.settings) if end < len(words) else (args.settings, [])
+    elif "verl" in given:
+        args.verl = None
+    if given.get("write") and not given.get("verl"):
+        parser.error("--write goes with --verl")
+    if given.get("settings") == [] and not given.get("verl"):
+        parser.error("the following arguments are required: RUN.yaml")
+    return args
 
 
 def _write_anything() -> None:

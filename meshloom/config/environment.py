@@ -51,3 +51,8 @@ def prepare_vllm() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in _BEFORE_VLLM.items():
         os.environ.setdefault(name, value)
+
+
+def verl_offload() -> dict[str, str]:
+    """What the environment says about where verl offloads to: ``VERL_OFFLOAD_DIR``, ``VERL_OFFLOAD_DEVICE``, as far as set."""
+    return {name: os.environ[name] for name in ("VERL_OFFLOAD_DIR", "VERL_OFFLOAD_DEVICE") if name in os.environ}

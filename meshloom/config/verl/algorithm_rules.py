@@ -1,0 +1,111 @@
+"""verl's ``algorithm``, ``critic`` and ``distillation`` keys.
+
+Owns: their meaning here. Always holds: an estimator or correction that is not here is refused, never replaced.
+"""
+
+from meshloom.config.names import REFUSED_ADVANTAGES, Advantage
+from meshloom.config.verl.actor_rules import ACTOR
+from meshloom.config.verl.sheet import Sheet
+
+_ESTIMATORS = {str(name): str(name) for name in Advantage} | {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+
+
+def algorithm_rules(sheet: Sheet) -> None:
+    """Advantages, discount, choice of groups, off-policy correction."""
+    _estimator(sheet)
+    sheet.set("algorithm.gamma", sheet.number("algorithm.gamma"), "algorithm.gamma")
+    key = "algorithm.norm_adv_by_std_in_grpo"
+    sheet.set("algorithm.normalize_by_std", sheet.flag(key), key)
+    _groups(sheet)
+    _correction(sheet)
+    if sheet.flag("algorithm.use_pf_ppo"):
+        sheet.refuse("algorithm.use_pf_ppo", "samples are not drawn again by their weight; set it to False")
+    names = [key for key in sheet.given.entries if key.startswith("algorithm.pf_ppo.")]
+    sheet.ignore("it is off", "algorithm.use_pf_ppo", *names)
+
+
+def _estimator(sheet: Sheet) -> None:
+    key = "algorithm.adv_estimator"
+    name = sheet.text(key)
+    if name in _ESTIMATORS:
+        sheet.set("algorithm.advantage", _ESTIMATORS[name], key)
+        if name != _ESTIMATORS[name]:
+            sheet.warn(key, f"{name} is {_ESTIMATORS[name]}, computed in another way")
+        sheet.ignore("gae alone uses it", "algorithm.lam")
+        return
+    others = ", ".join(_ESTIMATORS)
+    if name in REFUSED_ADVANTAGES:
+        given = "" if key in sheet.given.entries else ", verl's default,"
+        text = f"{name}{given} {REFUSED_ADVANTAGES[name]}, which a run does not have yet"
+        sheet.set("algorithm.advantage", name, key)
+        sheet.translated.pop(key, None)
+        sheet.refuse(key, f"{text}; set it to one of {others}")
+    else:
+        sheet.refuse(key, f"the estimator {name!r} has no counterpart here; set it to one of {others}")
+    sheet.ignore(f"it belongs to {key}, which is refused", "algorithm.lam")
+
+
+def _groups(sheet: Sheet) -> None:
+    key = "algorithm.filter_groups.enable"
+    if sheet.flag(key):
+        text = "groups without spread are counted, not dropped and generated again"
+        sheet.refuse(key, f"{text}; set it to False")
+    why = f"it belongs to {key}, which is refused" if key in sheet.refused else "groups are not filtered"
+    sheet.ignore(why, *[name for name in sheet.given.entries if name.startswith("algorithm.filter_groups.")])
+
+
+def _correction(sheet: Sheet) -> None:
+    group = "algorithm.rollout_correction"
+    sampler = "mean |Δ log-prob| between sampler and trainer is measured in each step, and algorithm.max_sampler_gap bounds it"
+    for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold"):
+        key = f"{group}.{name}"
+        if sheet.value(key) not in (None, False, "null"):
+            sheet.refuse(
+                key,
+                f"samples are not weighted or dropped by what sampler and trainer disagree on; set it to null ({sampler})",
+            )
+    for key, text in (
+        (f"{group}.bypass_mode", "the policy of the ratio is the trainer's own before the update, not the sampler's"),
+        (f"{group}.use_policy_gradient", "the loss is chosen by actor.policy_loss.loss_mode"),
+    ):
+        if sheet.flag(key):
+            sheet.refuse(key, f"{text}; set it to False")
+    for key in ("algorithm.rollout_is", f"{ACTOR}.tis_imp_ratio_cap"):
+        value = sheet.value(key)
+        if value not in (None, False) and not (isinstance(value, int | float) and value <= 0):
+            sheet.refuse(
+                key, f"samples are not weighted by what sampler and trainer disagree on; leave it out ({sampler})"
+            )
+        sheet.ignore("it is off", key)
+    refused = [key for key in sheet.refused if key.startswith((group, "algorithm.rollout_is"))]
+    why = f"it belongs to {refused[0]}, which is refused" if refused else "no correction is on"
+    names = [key for key in sheet.given.entries if key.startswith((f"{group}.", "algorithm.rollout_is"))]
+    sheet.ignore(why, *names)
+
+
+def critic_rules(sheet: Sheet) -> None:
+    """The critic, which no run has yet: cuts and offload are translated, what would train it is not."""
+    wanted = sheet.text("algorithm.adv_estimator") == "gae" or sheet.flag("critic.enable")
+    names = [key for key in sheet.open() if key.startswith(("critic.", "trainer.max_critic_ckpt"))]
+    if not wanted:
+        sheet.ignore("the estimator needs no critic", *names)
+        return
+    if sheet.flag("critic.enable"):
+        sheet.refuse("critic.enable", "a run has no critic yet; set it to False, with an estimator that needs none")
+    for key in names:
+        quiet = ("profiler", "checkpoint", "nccl_timeout", "use_remove_padding", "max_critic_ckpt")
+        if any(part in key for part in quiet):
+            sheet.ignore("it decides nothing that is learned", key)
+        else:
+            sheet.refuse(key, "a run has no critic yet; set algorithm.adv_estimator=grpo, or another that needs none")
+
+
+def distillation_rules(sheet: Sheet) -> None:
+    """Teachers, which no run has."""
+    key = "distillation.enabled"
+    if sheet.flag(key):
+        sheet.refuse(
+            key, "learning from a teacher's log-probs is not offered; set it to False to train on rewards alone"
+        )
+    why = f"it belongs to {key}, which is refused" if key in sheet.refused else "there is no teacher"
+    sheet.ignore(why, *[name for name in sheet.given.entries if name.startswith("distillation.")])

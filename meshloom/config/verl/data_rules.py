@@ -1,0 +1,203 @@
+"""verl's ``data`` and ``reward`` keys, and the model's folder.
+
+Owns: their meaning here. Always holds: what changes the prompts, the answers or the score is translated or refused.
+"""
+
+from meshloom.config.verl.sheet import Sheet
+
+MODEL = "actor_rollout_ref.model"
+_FUNCTION = "reward.custom_reward_function"
+
+
+def data_rules(sheet: Sheet) -> None:
+    """Files, columns, lengths and order of the prompts."""
+    _files(sheet)
+    sheet.set("data.prompt_column", sheet.text("data.prompt_key"), "data.prompt_key")
+    sheet.set("batch.prompts_per_step", sheet.whole("data.train_batch_size"), "data.train_batch_size")
+    _gen_batch(sheet)
+    _lengths(sheet)
+    _overlong(sheet)
+    sheet.set("data.shuffle", sheet.flag("data.shuffle"), "data.shuffle")
+    if sheet.has("data.seed"):
+        sheet.set("seed", sheet.whole("data.seed"), "data.seed")
+
+
+def _files(sheet: Sheet) -> None:
+    for name, short in (("train", "train"), ("validation", "val")):
+        files, rows = f"data.{short}_files", f"data.{short}_max_samples"
+        if not sheet.texts(files):
+            sheet.set(f"data.{name}", None, files)
+            sheet.ignore("there are no such rows", rows)
+            continue
+        sheet.set(f"data.{name}.files", sheet.texts(files), files)
+        most = sheet.whole(rows)
+        sheet.set(f"data.{name}.max_rows", most if most and most > 0 else None, rows)
+        if most and most > 0 and (name == "validation" or sheet.flag("data.shuffle")):
+            sheet.warn(rows, f"the first {most} rows are used; verl draws {most} of them when it shuffles")
+
+
+def _gen_batch(sheet: Sheet) -> None:
+    key = "data.gen_batch_size"
+    if sheet.has(key) and sheet.value(key) != sheet.value("data.train_batch_size"):
+        why = "a step generates its own prompts only, as groups are neither dropped for lack of spread nor made ahead"
+        sheet.refuse(key, f"{why}; leave it out, or set it to data.train_batch_size")
+    sheet.ignore("a step generates data.train_batch_size prompts", key)
+
+
+def _lengths(sheet: Sheet) -> None:
+    """Longest prompt and response; the rollout's own keys win over those of the data, as they do for verl's engine."""
+    pairs = (
+        ("data.max_prompt_tokens", "data.max_prompt_length", "actor_rollout_ref.rollout.prompt_length"),
+        ("rollout.max_response_tokens", "data.max_response_length", "actor_rollout_ref.rollout.response_length"),
+    )
+    for path, key, own in pairs:
+        if sheet.has(own) and sheet.value(own) != sheet.value(key):
+            sheet.set(path, sheet.whole(own), own)
+            sheet.ignore(f"{own}={sheet.value(own)} wins in generation", key)
+        else:
+            sheet.set(path, sheet.whole(key), key, own)
+
+
+def _overlong(sheet: Sheet) -> None:
+    drop, cut = "data.filter_overlong_prompts", "data.truncation"
+    if sheet.flag(drop):
+        sheet.set("data.overlong_prompts", "drop", drop)
+        sheet.ignore("longer prompts are left out, so there is nothing to cut", cut)
+        return
+    sheet.set("data.overlong_prompts", "error", cut, drop)
+    if sheet.text(cut) not in ("error", "left", "right", "middle"):
+        sheet.refuse(cut, f"{sheet.text(cut)!r} is none of error, left, right, middle")
+    elif sheet.text(cut) != "error":
+        text = f"verl cuts longer prompts ({sheet.text(cut)}); here a longer prompt is an error that names its row"
+        sheet.warn(cut, f"{text}; data.filter_overlong_prompts=True leaves such rows out")
+
+
+def model_rules(sheet: Sheet, model: str = MODEL) -> None:
+    """The model's folder, its adapters, its attention kernel."""
+    sheet.set("model.path", sheet.text(f"{model}.path"), f"{model}.path")
+    for name in ("hf_config_path", "tokenizer_path"):
+        key = f"{model}.{name}"
+        if sheet.has(key) and sheet.text(key) != sheet.text(f"{model}.path"):
+            sheet.refuse(key, "configuration and tokenizer are read from the model's folder; put those files there")
+        sheet.ignore("it is the model's folder", key)
+    _adapters(sheet, model)
+    _overrides(sheet, f"{model}.override_config")
+
+
+def _adapters(sheet: Sheet, model: str) -> None:
+    rank_key, alpha_key, modules_key = (f"{model}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules"))
+    more = [key for key in sheet.given.entries if key.startswith(f"{model}.lora.")]
+    rank = sheet.whole(rank_key)
+    if not rank or rank < 0:
+        sheet.set("model.lora", None, rank_key)
+        why = f"the whole model is trained, as {rank_key} is 0"
+        sheet.ignore(why, alpha_key, modules_key, f"{model}.exclude_modules", *more)
+        return
+    sheet.set("model.lora.rank", rank, rank_key)
+    sheet.set("model.lora.alpha", sheet.number(alpha_key), alpha_key)
+    sheet.set("model.lora.target_modules", sheet.texts(modules_key), modules_key)
+    sheet.set("model.lora.dropout", sheet.number(f"{model}.lora.dropout", 0.0), f"{model}.lora.dropout")
+    harmless = {"type": "lora", "merge": None, "dtype": None, "dropout_position": "pre", "a2a_experimental": None}
+    for key in more:
+        name = key.rpartition(".")[2]
+        if name in harmless or name.startswith("freeze_") or not sheet.has(key):
+            sheet.ignore("the base is frozen and adapters are peft's own", key)
+        elif name != "dropout" and sheet.value(key) not in ([], "xavier", "zero"):
+            sheet.refuse(key, f"adapters have no such choice here; use {modules_key} and {rank_key}")
+        sheet.ignore("as adapters are made here", key) if name != "dropout" else None
+    if sheet.value(f"{model}.exclude_modules"):
+        sheet.refuse(f"{model}.exclude_modules", f"name the layers that get an adapter in {modules_key} instead")
+    sheet.ignore("no layer is left out", f"{model}.exclude_modules")
+
+
+_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "auto", "sdpa": "sdpa", "flex_attention": "auto"}
+
+
+def _overrides(sheet: Sheet, group: str) -> None:
+    attention = f"{group}.attn_implementation"
+    if sheet.has(attention):
+        kernel = _ATTENTION.get(sheet.text(attention), "auto")
+        sheet.set("model.attention", kernel, attention)
+    for key in [key for key in sheet.given.entries if key.startswith(f"{group}.") and key != attention]:
+        if sheet.has(key):
+            name = key.removeprefix(f"{group}.")
+            sheet.refuse(key, f"config.json is read as it is; write {name} into a copy of the model's folder")
+        sheet.ignore("it changes nothing", key)
+
+
+def reward_rules(sheet: Sheet) -> None:
+    """The function that scores; what the default of a data source is, is known only with the rows."""
+    path, name = f"{_FUNCTION}.path", f"{_FUNCTION}.name"
+    if sheet.has(path):
+        sheet.set("reward.function", f"{sheet.text(path)}:{sheet.text(name)}", path, name)
+        _function_arguments(sheet)
+    else:
+        why = "it is read only with reward.custom_reward_function.path"
+        sheet.ignore(why, name, path, *_keys(sheet, f"{_FUNCTION}.reward_kwargs"))
+    if "reward.num_workers" in sheet.given.entries and sheet.whole("reward.num_workers"):
+        sheet.set("reward.workers", sheet.whole("reward.num_workers"), "reward.num_workers")
+    _manager(sheet)
+    _judges(sheet)
+
+
+def _keys(sheet: Sheet, group: str) -> list[str]:
+    return [key for key in sheet.given.entries if key == group or key.startswith(f"{group}.")]
+
+
+def _function_arguments(sheet: Sheet) -> None:
+    for key in _keys(sheet, f"{_FUNCTION}.reward_kwargs"):
+        name = key.removeprefix(f"{_FUNCTION}.reward_kwargs").lstrip(".")
+        if isinstance(sheet.value(key), (list, dict)) or "." in name or not name:
+            sheet.refuse(key, "an argument of the function is one text or number here; read others from a file there")
+        else:
+            sheet.set(f"reward.kwargs.{name}", sheet.value(key), key)
+
+
+_MANAGERS = {
+    "naive": "each response is scored by its function",
+    "prime": "responses are scored side by side, each by its function",
+    "dapo": "without its length penalty it scores as the naive one does",
+    "rate_limited": "responses are scored side by side, each by its function; a limit of calls is the function's own",
+}
+
+
+def _manager(sheet: Sheet) -> None:
+    key, buffer = "reward.reward_manager.name", "reward.reward_kwargs.overlong_buffer_cfg"
+    manager = sheet.text(key)
+    extra = _keys(sheet, "reward.reward_kwargs")
+    if manager not in _MANAGERS:
+        forms = f"managers that are understood: {', '.join(_MANAGERS)}"
+        sheet.refuse(key, f"the manager {manager!r} has no counterpart; score one response in a function; {forms}")
+    sheet.ignore(_MANAGERS.get(manager, ""), key)
+    if manager == "dapo" and sheet.flag(f"{buffer}.enable"):
+        why = "the penalty for overlong responses has no setting here"
+        sheet.refuse(f"{buffer}.enable", f"{why}; set it to False, or subtract it in a reward function of your own")
+    why = (
+        "the manager's length penalty is off" if manager == "dapo" else f"the manager {manager!r} has no such argument"
+    )
+    if f"{buffer}.enable" in sheet.refused:
+        why = f"it belongs to {buffer}.enable, which is refused"
+    harmless = {f"{buffer}.{name}" for name in ("enable", "len", "penalty_factor", "log")}
+    for name in extra:
+        if name in harmless or name == "reward.reward_kwargs.max_resp_len" or not sheet.has(name):
+            sheet.ignore(why, name)
+        else:
+            sheet.refuse(name, "arguments of verl's reward managers are not read; put it into a reward function")
+    if sheet.text("reward.reward_manager.source", "register") != "register":
+        sheet.refuse("reward.reward_manager.source", "managers of your own are not run; write a reward function")
+    sheet.ignore("reward managers are not looked up", *_keys(sheet, "reward.reward_manager"))
+
+
+def _judges(sheet: Sheet) -> None:
+    """Models and services that score."""
+    enable, url = "reward.reward_model.enable", "reward.sandbox_fusion.url"
+    if sheet.flag(enable):
+        sheet.refuse(
+            enable, "reward models are not run; call one from a reward function of your own, or set it to False"
+        )
+    why = "no reward model is used" if enable not in sheet.refused else f"it belongs to {enable}, which is refused"
+    keys = [*_keys(sheet, "reward.reward_model"), *_keys(sheet, "reward_model")]
+    sheet.ignore(why, *keys)
+    if sheet.has(url):
+        sheet.refuse(url, "code is not sent to a sandbox; call it from a reward function of your own")
+    sheet.ignore("no sandbox is called", *_keys(sheet, "reward.sandbox_fusion"))

@@ -1,0 +1,192 @@
+"""verl's keys of devices: how many there are, how a role's model is cut, what is offloaded.
+
+Owns: the training engines' different names for the same cuts. Always holds: training is FSDP2 with tensor, pipeline and
+sequence parallelism here, whatever engine the command names; spreading experts is refused.
+"""
+
+from dataclasses import dataclass
+
+from meshloom.config.verl.actor_rules import ACTOR, REFERENCE
+from meshloom.config.verl.sheet import Sheet
+
+CRITIC = "critic"
+ROLES = {"actor": ACTOR, "reference": REFERENCE, "critic": CRITIC}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """How an engine names its cuts, relative to the role; empty: it has no such cut."""
+
+    block: str
+    fsdp_size: str = ""
+    tensor: str = ""
+    pipeline: str = ""
+    sequence: str = ""
+    experts: tuple[str, ...] = ()
+
+
+_TURBO = "fsdp_config.turbo_config.distributed"
+_FSDP = Names(
+    block="fsdp_config",
+    fsdp_size="fsdp_config.fsdp_size",
+    sequence="fsdp_config.ulysses_sequence_parallel_size",
+)
+ENGINES = {
+    "fsdp": _FSDP,
+    "fsdp2": _FSDP,
+    "fsdp_turbo": Names(
+        block="fsdp_config",
+        fsdp_size=f"{_TURBO}.fully_shard_parallel_size",
+        tensor=f"{_TURBO}.tensor_parallel_size",
+        sequence=f"{_TURBO}.ulysses_parallel_size",
+        experts=(f"{_TURBO}.expert_parallel_size", f"{_TURBO}.expert_fully_shard_parallel_size"),
+    ),
+    "megatron": Names(
+        block="megatron",
+        tensor="megatron.tensor_model_parallel_size",
+        pipeline="megatron.pipeline_model_parallel_size",
+        sequence="megatron.context_parallel_size",
+        experts=("megatron.expert_model_parallel_size", "megatron.expert_tensor_parallel_size"),
+    ),
+    "veomni": Names(
+        block="veomni",
+        fsdp_size="veomni.fsdp_size",
+        sequence="veomni.ulysses_parallel_size",
+        experts=("veomni.expert_parallel_size",),
+    ),
+    "torchtitan": Names(
+        block="torchtitan",
+        fsdp_size="torchtitan.data_parallel_shard_size",
+        tensor="torchtitan.tensor_parallel_size",
+        pipeline="torchtitan.pipeline_parallel_size",
+        sequence="torchtitan.context_parallel_size",
+        experts=("torchtitan.expert_parallel_size",),
+    ),
+}
+"""verl's training engines."""
+
+BLOCKS = ("fsdp_config", "megatron", "veomni", "torchtitan")
+
+
+def engine_of(sheet: Sheet, role: str) -> str:
+    """The training engine of a role; an unknown one is refused and taken for FSDP."""
+    keys = (f"{ROLES[role]}.strategy", f"{ACTOR}.strategy", "model_engine")
+    for key in keys[:1] if role == "actor" else keys[:2]:
+        if sheet.value(key):
+            return _known_engine(sheet, key)
+    return _known_engine(sheet, "model_engine")
+
+
+def _known_engine(sheet: Sheet, key: str) -> str:
+    name = {"dp": "fsdp", "": "fsdp"}.get(sheet.text(key), sheet.text(key))
+    if name in ENGINES:
+        return name
+    sheet.refuse(key, f"the engine {name!r} is not known; training here is FSDP2: set it to fsdp")
+    return "fsdp"
+
+
+def cluster_rules(sheet: Sheet) -> None:
+    """Nodes and devices, and how each role's model is cut over them."""
+    sheet.set("cluster.nodes", sheet.whole("trainer.nnodes"), "trainer.nnodes")
+    sheet.set("cluster.devices_per_node", sheet.whole("trainer.n_gpus_per_node"), "trainer.n_gpus_per_node")
+    tensor = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    sheet.set("parallel.rollout.tensor", sheet.whole(tensor), tensor)
+    if sheet.text("trainer.device", "cuda") not in ("cuda", "npu"):
+        sheet.set("device", sheet.text("trainer.device"), "trainer.device")
+    sheet.ignore("the first GPU there is, or the processor", "trainer.device")
+    if sheet.value("actor_rollout_ref.hybrid_engine", True) is False:
+        text = "roles share all devices here; with native settings placement.rollout gives generation its own"
+        sheet.refuse("actor_rollout_ref.hybrid_engine", f"{text}; set it to True")
+    sheet.ignore("roles share all devices", "actor_rollout_ref.hybrid_engine")
+
+
+def role_rules(sheet: Sheet, role: str, where: str) -> None:
+    """Cut and offload of one role.
+
+    Args:
+        role: ``actor``, ``reference`` or ``critic``.
+        where: folder for what is offloaded; empty: into the host's memory.
+    """
+    engine = engine_of(sheet, role)
+    names, prefix = ENGINES[engine], ROLES[role]
+    strategy = f"{prefix}.strategy"
+    sheet.count(f"parallel.{role}", strategy, *(("model_engine",) if role == "actor" else ()))
+    _size(sheet, role, names)
+    for cut in ("tensor", "pipeline", "sequence"):
+        _cut(sheet, role, cut, getattr(names, cut), engine)
+    for name in names.experts:
+        _experts(sheet, f"{prefix}.{name}")
+    _offload(sheet, role, names.block, where)
+    for block in (block for block in BLOCKS if block != names.block):
+        keys = [key for key in sheet.open() if key.startswith(f"{prefix}.{block}.")]
+        sheet.ignore(f"the engine {engine!r} does not read it", *keys)
+
+
+def _inherited(sheet: Sheet, role: str, name: str) -> str:
+    """A role's key, or the actor's where verl's default refers to it."""
+    own = f"{ROLES[role]}.{name}"
+    actor = f"{ACTOR}.{name}"
+    inherits = role == "reference" and not name.startswith("fsdp_config.")
+    return actor if inherits and own not in sheet.given.entries else own
+
+
+def _size(sheet: Sheet, role: str, names: Names) -> None:
+    if not names.fsdp_size:
+        sheet.set(f"parallel.{role}.fsdp_size", None, f"{ROLES[role]}.strategy", "model_engine")
+        return
+    key = _inherited(sheet, role, names.fsdp_size)
+    size = sheet.whole(key, -1)
+    sheet.set(f"parallel.{role}.fsdp_size", size if size and size > 0 else None, key)
+
+
+def _cut(sheet: Sheet, role: str, cut: str, name: str, engine: str) -> None:
+    path, keys = f"parallel.{role}.{cut}", [_inherited(sheet, role, name)] if name else []
+    if cut == "sequence" and engine in ("fsdp", "fsdp2"):
+        own = _inherited(sheet, role, "ulysses_sequence_parallel_size")
+        keys = [own, *keys] if (sheet.whole(own, 1) or 1) > 1 else [*keys, own]
+    values = [sheet.whole(key, 1) or 1 for key in keys]
+    sheet.set(path, values[0] if values else 1, *keys)
+
+
+def _experts(sheet: Sheet, key: str) -> None:
+    count = sheet.whole(key, 1)
+    if count and count > 1:
+        text = "experts are cut with their layers and not spread over devices (no expert parallelism)"
+        sheet.refuse(key, f"{text}; set it to 1, and let fsdp_size, tensor or pipeline parallelism hold the model")
+    sheet.ignore("experts are not spread over devices", key)
+
+
+def _offload(sheet: Sheet, role: str, block: str, where: str) -> None:
+    prefix, place = ROLES[role], "disk" if where else "host"
+    everything = [f"{prefix}.{block}.offload_policy", f"{prefix}.{block}.enable_fsdp_offload"]
+    everything = [key for key in everything if sheet.flag(key)]
+    states = {"parameters": ["param_offload", "offload_params"], "optimizer": ["optimizer_offload"]}
+    for state, names in states.items():
+        keys = [f"{prefix}.{block}.{name}" for name in names]
+        if state == "parameters" and role == "reference" and block in ("megatron", "veomni"):
+            keys = [_inherited(sheet, role, f"{block}.param_offload")]
+        if state == "optimizer" and role == "reference":
+            sheet.ignore("the reference has no optimizer", *keys)
+            continue
+        if state == "optimizer":
+            keys += _optimizer_arguments(sheet, prefix)
+        deciding = [key for key in (*everything, *keys) if sheet.flag(key)]
+        rest = [key for key in keys if key not in deciding]
+        sheet.set(f"offload.{role}.{state}", place if deciding else "none", *deciding, *rest)
+    if sheet.settings[f"offload.{role}.parameters"].value == "disk":
+        sheet.count("offload.folder", *everything)
+    reason = "gradients are where the optimizer's state is"
+    sheet.ignore(reason, f"{prefix}.{block}.grad_offload")
+    sheet.ignore(
+        "nothing is offloaded all the time", f"{prefix}.{block}.offload_policy", f"{prefix}.{block}.cpu_offload"
+    )
+
+
+def _optimizer_arguments(sheet: Sheet, prefix: str) -> list[str]:
+    group = f"{prefix}.optim.override_optimizer_config"
+    share = sheet.number(f"{group}.optimizer_offload_fraction", 1.0)
+    if share not in (None, 0.0, 1.0) and sheet.flag(f"{group}.optimizer_cpu_offload"):
+        text = f"the whole state of the optimizer is offloaded, not {share} of it"
+        sheet.warn(f"{group}.optimizer_offload_fraction", text)
+    sheet.ignore("the optimizer's state is offloaded whole or not at all", f"{group}.optimizer_offload_fraction")
+    return [f"{group}.optimizer_cpu_offload"]

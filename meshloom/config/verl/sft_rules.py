@@ -1,0 +1,145 @@
+"""verl's keys of supervised fine-tuning.
+
+Owns: their meaning here. Always holds: what changes which tokens are learned is translated, warned about or refused.
+"""
+
+from meshloom.config.verl.data_rules import model_rules
+from meshloom.config.verl.optimizer_rules import optimizer_rules
+from meshloom.config.verl.parallel_rules import ENGINES
+from meshloom.config.verl.sheet import Sheet
+from meshloom.config.verl.trainer_rules import known_steps, trainer_rules
+
+_CUTS = ("fsdp_size", "tensor", "pipeline", "sequence")
+
+
+def sft_rules(sheet: Sheet, num_rows: int | None) -> None:
+    """Every key of ``verl.trainer.sft_trainer`` that decides something.
+
+    Args:
+        num_rows: rows of the training data; none if not known.
+    """
+    _data(sheet)
+    model_rules(sheet, "model")
+    key = "model.enable_gradient_checkpointing"
+    sheet.set("model.gradient_checkpointing", sheet.flag(key), key)
+    _precision(sheet)
+    _batch(sheet)
+    steps = known_steps(sheet.given, sheet, num_rows)
+    optimizer_rules(sheet, "optim", updates_per_step=1, steps=steps)
+    _devices(sheet)
+    sheet.set("seed", sheet.whole("trainer.seed"), "trainer.seed")
+    trainer_rules(sheet)
+    for path in [path for path in sheet.settings if path.startswith("validation.")]:
+        del sheet.settings[path]
+    _no_validation(sheet)
+
+
+def _data(sheet: Sheet) -> None:
+    sheet.set("data.train.files", sheet.texts("data.train_files"), "data.train_files")
+    most = sheet.whole("data.train_max_samples")
+    sheet.set("data.train.max_rows", most if most and most > 0 else None, "data.train_max_samples")
+    if sheet.has("data.prompt_key") or "data.prompt_key" in sheet.defaults and not sheet.flag("data.multiturn.enable"):
+        _single_turn(sheet)
+    else:
+        sheet.set("data.prompt_column", sheet.text("data.messages_key"), "data.messages_key", "data.multiturn.enable")
+        text = "the last message of the assistant is learned; verl learns all of its messages"
+        sheet.warn("data.messages_key", f"{text}, which is the same for chats of one answer")
+    _unused_columns(sheet)
+    longest = sheet.whole("data.max_length") or 1
+    for path in ("data.max_prompt_tokens", "data.max_response_tokens"):
+        sheet.set(path, longest, "data.max_length")
+    cut = "data.truncation"
+    sheet.set("data.overlong_prompts", "error", cut)
+    if sheet.text(cut) != "error":
+        sheet.warn(
+            cut,
+            "verl cuts longer rows; here a prompt or response longer than data.max_length is an error that names its row",
+        )
+
+
+def _single_turn(sheet: Sheet) -> None:
+    for path, name in (("data.prompt_column", "prompt"), ("data.response_column", "response")):
+        key, parts = f"data.{name}_key", f"data.{name}_dict_keys"
+        sheet.set(path, sheet.text(key), key, *(("data.multiturn.enable",) if name == "prompt" else ()))
+        nested = sheet.value(parts)
+        if nested:
+            sheet.refuse(parts, f"a column within a column is not read; write it as a column of its own and set {key}")
+        sheet.ignore("the column holds the text itself", parts)
+    sheet.ignore("rows are a prompt and a response", "data.messages_key")
+
+
+def _unused_columns(sheet: Sheet) -> None:
+    sheet.ignore("there are no tools", "data.tools_key", "data.multiturn.max_user_turns")
+    why = "the chat template gets no further arguments"
+    sheet.ignore(why, "data.enable_thinking_key", "data.enable_thinking_default", "data.response_key")
+    sheet.ignore("chats are rendered whole", "data.ignore_input_ids_mismatch", "data.multiturn.enable")
+    sheet.ignore("samples are never padded here", "data.pad_mode")
+    template = "data.chat_template"
+    if sheet.has(template):
+        sheet.refuse(template, "put it as chat_template.jinja into the model's folder; set it to null")
+    sheet.ignore("it is the tokenizer's", template)
+
+
+def _precision(sheet: Sheet) -> None:
+    given = [key for key in ("engine.dtype", "engine.mixed_precision.param_dtype") if sheet.has(key)]
+    names = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+    for key in given:
+        name = names.get(sheet.text(key))
+        if name is None:
+            sheet.refuse(key, f"the arithmetic {sheet.text(key)!r} is not offered; use bfloat16 or float32")
+        else:
+            sheet.set("model.dtype", name, key)
+    if not given:
+        sheet.set("model.dtype", "auto")
+    why = "master weights and gradients are always float32 here, which is at least as exact"
+    sheet.ignore(why, "engine.model_dtype", "engine.mixed_precision", "engine.mixed_precision.reduce_dtype")
+
+
+def _batch(sheet: Sheet) -> None:
+    sheet.set("batch.samples_per_update", sheet.whole("data.train_batch_size"), "data.train_batch_size")
+    dynamic, tokens = "data.use_dynamic_bsz", "data.max_token_len_per_gpu"
+    each = "data.micro_batch_size_per_gpu" if not sheet.has("data.micro_batch_size") else "data.micro_batch_size"
+    longest = 2 * int(sheet.settings["data.max_prompt_tokens"].value)
+    if sheet.flag(dynamic):
+        sheet.set("batch.tokens_per_microbatch", max(sheet.whole(tokens) or 1, longest), tokens, dynamic)
+        sheet.ignore("microbatches are bounded in tokens, as use_dynamic_bsz is true", "data.micro_batch_size")
+        sheet.ignore("microbatches are bounded in tokens, as use_dynamic_bsz is true", "data.micro_batch_size_per_gpu")
+        return
+    samples = sheet.whole(each) or 1
+    sheet.set("batch.samples_per_microbatch", samples, each, dynamic)
+    sheet.set("batch.tokens_per_microbatch", samples * longest, each)
+    sheet.ignore(f"{each} decides", "data.micro_batch_size_per_gpu")
+    sheet.ignore("microbatches are bounded in samples, as use_dynamic_bsz is false", tokens)
+
+
+_ONE_DEVICE = "fine-tuning uses one device here, which changes no number of the result"
+
+
+def _devices(sheet: Sheet) -> None:
+    """Fine-tuning runs on one device; how verl would spread it only bounds memory."""
+    devices = (sheet.whole("trainer.nnodes") or 1) * (sheet.whole("trainer.n_gpus_per_node") or 1)
+    if devices > 1:
+        sheet.warn("trainer.n_gpus_per_node", f"{_ONE_DEVICE}: the {devices} devices would not all be used")
+    engine = sheet.text("engine.strategy") or {"dp": "fsdp", "": "fsdp"}.get(sheet.text("engine"), sheet.text("engine"))
+    if engine not in ENGINES:
+        key = "engine.strategy" if sheet.has("engine.strategy") else "engine"
+        sheet.refuse(key, f"the engine {engine!r} is not known; set it to fsdp")
+    for key in ("engine.offload_policy", "engine.cpu_offload", "engine.param_offload", "engine.optimizer_offload"):
+        if sheet.flag(key):
+            sheet.warn(key, "fine-tuning keeps everything on its device; adapters or smaller microbatches need less")
+    sizes = {
+        getattr(names, cut).rpartition(".")[2] for names in ENGINES.values() for cut in _CUTS if getattr(names, cut)
+    }
+    experts = {name.rpartition(".")[2] for names in ENGINES.values() for name in names.experts}
+    offload = ("offload_policy", "cpu_offload", "param_offload", "offload_params", "optimizer_offload", "grad_offload")
+    names = (*sizes, *experts, *offload, "data_parallel_size", "data_parallel_replicate_size", "strategy")
+    sheet.ignore(_ONE_DEVICE, *(f"engine.{name}" for name in sorted(names)), "engine")
+    sheet.ignore(_ONE_DEVICE, "trainer.nnodes", "trainer.n_gpus_per_node")
+    sheet.ignore("the first GPU there is, or the processor", "trainer.device")
+
+
+def _no_validation(sheet: Sheet) -> None:
+    why = "the loss on held-out rows is not measured while fine-tuning; `meshloom eval` measures what was learned"
+    for key in ("data.val_files", "data.val_max_samples", "trainer.test_freq"):
+        sheet.translated.pop(key, None)
+        sheet.ignore(why, key)
