@@ -40,13 +40,13 @@ class Constants:
         beside_phases_s: of a step, beside its phases: rewards of a rule, records, packing.
     """
 
-    training_matrix_share: float = 0.80
+    training_matrix_share: float = 0.69
     decode_matrix_share: float = 0.70
     attention_share: float = 0.45
     weight_read_share: float = 0.78
     cache_read_share: float = 0.60
     memory_share: float = 0.885
-    activation_passes: float = 14.0
+    activation_passes: float = 7.0
     forward_part: float = 1 / 3
     decode_layer_s: float = 44e-6
     pass_layer_s: float = 6.7e-3

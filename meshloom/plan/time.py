@@ -18,6 +18,7 @@ from meshloom.plan.constants import Cluster, Constants
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.parameters import DecoderNumbers
 from meshloom.plan.residency import EngineRole, ModelRole, Move, Phase, Residency
+from meshloom.plan.sharded_memory import FLOAT32
 from meshloom.plan.shards import Part, cached_values, ceil_div, part_of
 
 _OPTIMIZER_BYTES = 46
@@ -235,10 +236,15 @@ def _compute(
     cut, device = role.cut, cluster.device
     cost = pass_cost(role.model, backward=backward)
     devices = cut.devices
-    # Frozen weights need no gradient of their own: two thirds of the work; recompute is a forward pass again.
+    # Frozen weights need no gradient of their own: two thirds of the work. What is recomputed is a forward pass again: of the
+    # layers if that is asked for, of logits always, as they are never kept.
     frozen = 2 / 3 if backward and role.trained is not None else 1.0
     again = 1 / 3 if backward and role.recompute else 0.0
-    flops = (frozen * work.flops(cost) + again * work.tokens * cost.per_token) / devices
+    flops = (frozen + again) * work.tokens * cost.per_token
+    flops += (frozen + (1 / 3 if backward else 0.0)) * work.predictions * cost.per_prediction
+    flops /= devices
+    logits = work.predictions * role.model.vocabulary / devices
+    logit_bytes = 4 * FLOAT32 + 3 * role.width if backward else 2 * FLOAT32
     attention = work.attention_flops(cost) * (1 + again) / devices
     kept = work.tokens / cut.replicas / cut.sequence * part.kept_values * role.width
     passes = constants.activation_passes * (1.0 if backward else constants.forward_part)
@@ -259,6 +265,11 @@ def _compute(
             name="activations",
             seconds=kept * passes / (device.memory_bandwidth * constants.memory_share),
             formula=f"{kept / 1e9:,.1f} GB × {passes:.1f} reads and writes",
+        ),
+        Seconds(
+            name="logits",
+            seconds=logits * logit_bytes / (device.memory_bandwidth * constants.memory_share),
+            formula=f"{logits / 1e9:,.1f} billion × {logit_bytes} bytes, read and written in chunks",
         ),
     ]
 
