@@ -220,9 +220,8 @@ def _computing(role: ModelRole, part: Part, phase: Phase, stage: int) -> Iterato
     of = f"tokens at once{_by(sequence=role.cut.sequence)}"
     name = "" if phase is Phase.UPDATE else f" in {phase}"
     logits = min(role.chunk_bytes, tokens * part.vocabulary * role.logit_bytes)
-    formula = (
-        f"min({role.chunk_bytes // 2**20} MiB, {of} × vocabulary{_by(tensor=role.cut.tensor)} × {role.logit_bytes})"
-    )
+    chunk = f"{role.chunk_bytes / 2**20:g} MiB"
+    formula = f"min({chunk}, {of} × vocabulary{_by(tensor=role.cut.tensor)} × {role.logit_bytes})"
     yield _held(role, f"logits{name}", logits, formula, phase, fleeting=True)
     flights = min(role.microbatches, role.cut.pipeline - stage)
     many = "" if flights == 1 else f" × {flights} in flight"

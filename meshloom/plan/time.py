@@ -5,8 +5,8 @@ and bytes are those of the ledgers; everything else is a constant that is listed
 
 Decoding: a step of n sequences reads the weights once, or computes 2 operations a parameter and sequence, whichever takes
 longer; it reads the cache of all sequences; and each layer costs its launches. Training: products, attention, and traffic of
-activations add up, as they are different kernels; a pass is never faster than its launches. Collectives of shards hide
-behind a part of the pass, those inside of layers (tensor and sequence parallel) do not.
+activations and of logits add up, as they are different kernels; a pass is never faster than its launches. Collectives of
+shards hide behind a part of the pass, those inside of layers (tensor and sequence parallel) do not.
 """
 
 import math
