@@ -117,13 +117,15 @@ def _plan(args: argparse.Namespace) -> int:
     if args.verl is not None:
         from meshloom.from_verl import plan_verl
 
-        native = [*args.settings, *_hardware(args)]
-        return plan_verl(args.verl, native, prompts=args.prompts, as_json=args.json, file=args.write)
+        device = ["device=cuda"] if args.device_memory is not None else []
+        native = [*device, *args.settings, *_hardware(args, spread=True)]
+        shown = {"as_json": args.json, "verbose": args.verbose}
+        return plan_verl(args.verl, native, prompts=args.prompts, file=args.write, **shown)
     from meshloom.config.kinds import kind_of
     from meshloom.config.load import explain, flatten
 
-    given = [*args.settings, *_hardware(args)]
-    kind = _KINDS[args.kind] if args.kind else kind_of(*_split(given))
+    kind = _KINDS[args.kind] if args.kind else kind_of(*_split(args.settings))
+    given = [*args.settings, *_hardware(args, spread=kind is TrainSettings)]
     settings: TrainSettings | SftSettings | EvalSettings = _load(kind, given)
     if args.device_memory is not None and settings.device == "auto":
         settings = _load(kind, [*given, "device=cuda"])
@@ -153,10 +155,13 @@ def _plan(args: argparse.Namespace) -> int:
     return BAD_INPUT if plan.problems else DONE
 
 
-def _hardware(args: argparse.Namespace) -> list[str]:
-    """The hardware that a plan is for, as overrides."""
+def _hardware(args: argparse.Namespace, *, spread: bool = True) -> list[str]:
+    """The hardware that a plan is for, as overrides; several devices only for runs that can be spread over them."""
     from meshloom.plan.hardware_options import HardwareOptions
 
+    if not spread and (args.nodes or args.devices_per_node or args.device_map):
+        what = "only reinforcement learning is planned over several devices"
+        raise UserError(what, fix="leave out --nodes, --devices-per-node and --device-map, or give --kind train")
     return HardwareOptions(
         nodes=args.nodes,
         devices_per_node=args.devices_per_node,

@@ -8,6 +8,7 @@ Codes: T nodes, P placement, G cuts of a model, B batches over devices, F offloa
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 from meshloom.config.cluster_settings import OffloadPlace, RoleOffloadSettings
@@ -16,7 +17,7 @@ from meshloom.config.problems import Problem, require_none
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.checks import Findings, check_settings
 from meshloom.plan.device_map import with_device_map
-from meshloom.plan.faults import Change, Fault, overrides, with_values
+from meshloom.plan.faults import Change, Fault, overrides, shortened, with_values
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.meshes import (
     Degrees,
@@ -171,7 +172,7 @@ def check_devices(
 
 
 def _problem(settings: TrainSettings, fault: Fault, suggestions: tuple[tuple[str, ...], ...]) -> Problem:
-    fixes = [fault.form, *(" ".join(change) for change in suggestions)]
+    fixes = [fault.form, *(shortened(" ".join(change)) for change in suggestions)]
     return Problem(
         code=fault.code,
         what=fault.what,
@@ -187,7 +188,11 @@ class _Trial:
 
     def __init__(self, settings: TrainSettings, model: Divisible | None, machine: int, num_prompts: int | None) -> None:
         self.settings, self.model, self.machine, self.num_prompts = settings, model, machine, num_prompts
-        self.before, _ = self._after({})
+
+    @cached_property
+    def before(self) -> set[tuple[str, str, str]]:
+        """Everything that is wrong before a change."""
+        return self._after({})[0]
 
     def _after(self, change: Change) -> tuple[set[tuple[str, str, str]], tuple[Fault, ...]]:
         """Everything that is wrong after a change, and the faults of the layout among it."""
@@ -219,13 +224,19 @@ class _Trial:
             new = [brought for brought in faults if brought.key not in self.before]
             if not new:
                 return made if after <= self.before else None
-            further = (made | dict(step) for step in islice(new[0].changes(), _TRIED))
-            allowed = after - {new[0].key}
-            step = next((step for step in further if self._after(step)[0] <= allowed), None)
-            if step is None:
+            further = self._further(made, new[0], after - {new[0].key})
+            if further is None:
                 return None
-            made = step
+            made = further
         return None
+
+    def _further(
+        self, made: dict[str, object], new: Fault, left: set[tuple[str, str, str]]
+    ) -> dict[str, object] | None:
+        """A change with one more that ends a fault, best one that leaves only what is wrong besides; none if none ends it."""
+        tried = [made | dict(step) for step in islice(new.changes(), _TRIED)]
+        ending = [(step, after) for step in tried if new.key not in (after := self._after(step)[0])]
+        return next((step for step, after in ending if after <= left), ending[0][0] if ending else None)
 
     def all_together(self) -> Change:
         """A change that ends every fault of the layout, one fault after the other; empty if none was found."""

@@ -16,6 +16,8 @@ from meshloom.config.provenance import Provenance
 Change = Mapping[str, Any]
 """Values by their dotted paths, to be given together."""
 
+_LONGEST = 400
+
 S = TypeVar("S", bound=Settings)
 
 
@@ -77,6 +79,11 @@ def _replaced(group: S, path: list[str], value: Any) -> S:
 def overrides(change: Change) -> tuple[str, ...]:
     """A change as overrides ``a.b=c``."""
     return tuple(f"{path}={_text(value)}" for path, value in change.items())
+
+
+def shortened(text: str) -> str:
+    """A change in a sentence: what is too long to be read ends with an ellipsis."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _text(value: Any) -> str:

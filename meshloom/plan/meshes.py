@@ -9,6 +9,7 @@ sequence, ``tp`` parts of a layer, ``dp`` replicas that have different samples.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd, log2, prod
 from typing import Any
 
@@ -297,7 +298,8 @@ def _cheap_faults(pool: Pool, degrees: Degrees, model: Divisible | None) -> Iter
     yield from _model_faults(degrees, model)
 
 
-def near_degrees(pool: Pool, degrees: Degrees, model: Divisible | None, *, trained: bool) -> list[Degrees]:
+@lru_cache(maxsize=64)
+def near_degrees(pool: Pool, degrees: Degrees, model: Divisible | None, *, trained: bool) -> tuple[Degrees, ...]:
     """Degrees that work on these devices, nearest to the given ones first: those that change least, then by how far.
 
     Args:
@@ -306,20 +308,27 @@ def near_degrees(pool: Pool, degrees: Degrees, model: Divisible | None, *, train
         model: that is cut; none if it is not known.
         trained: false for an engine, of which only ``tensor`` may change.
     """
-    world, found = pool.world, []
-    sizes = divisors(world)
-    for tensor in sizes:
-        for sequence in sizes if trained else (1,):
-            for pipeline in sizes if trained else (1,):
+    found: list[Degrees] = []
+    for tensor in divisors(pool.block):
+        for sequence in divisors(pool.world // tensor) if trained else [1]:
+            for pipeline in divisors(pool.world // tensor // sequence) if trained else [1]:
                 cut = Degrees(tensor=tensor, sequence=sequence, pipeline=pipeline)
-                if world % cut.model_parallel == 0 and not any(_cheap_faults(pool, cut, model)):
-                    left, fsdp = world // cut.model_parallel, degrees.fsdp_size
-                    kept = fsdp if fsdp is not None and left % fsdp == 0 else None
-                    found.append(replace(cut, fsdp_size=kept))
-    return sorted(found, key=lambda near: _distance(degrees, near))
+                if not any(_model_faults(cut, model)):
+                    shards = _near_shards(degrees.fsdp_size, pool.world // cut.model_parallel)
+                    found += [replace(cut, fsdp_size=size) for size in shards]
+    return tuple(sorted(found, key=lambda near: _distance(degrees, near)))
+
+
+def _near_shards(given: int | None, left: int) -> list[int | None]:
+    """The given number of shards if it divides what is left, else the nearest below and above that do."""
+    if given is None or left % given == 0:
+        return [given]
+    sizes = divisors(left)
+    return [*[size for size in sizes if size < given][-1:], *[size for size in sizes if size > given][:1]]
 
 
 def _distance(given: Degrees, near: Degrees) -> tuple[int, float]:
     pairs = [(getattr(given, name), getattr(near, name)) for name in AXES]
-    changed = sum(old != new for old, new in pairs) + (given.fsdp_size != near.fsdp_size)
-    return changed, sum(abs(log2(old / new)) for old, new in pairs)
+    if given.fsdp_size is not None and near.fsdp_size is not None:
+        pairs.append((given.fsdp_size, near.fsdp_size))
+    return sum(old != new for old, new in pairs), sum(abs(log2(old / new)) for old, new in pairs)

@@ -111,8 +111,9 @@ def _meshes(layout: Layout) -> Iterator[str]:
     for role in layout.roles:
         count = len(role.devices)
         mesh = "" if count == 1 else f" as {role.mesh}"
-        around = f", samples over {role.sequence_mesh}" if role.sequence_mesh else ""
-        yield f"{role.role:<{_LABEL}}{count:,} device{'' if count == 1 else 's'}{mesh}{around}"
+        yield f"{role.role:<{_LABEL}}{count:,} device{'' if count == 1 else 's'}{mesh}"
+        if role.sequence_mesh is not None:
+            yield f"{'':<{_LABEL}}samples over {role.sequence_mesh}"
     if layout.idle:
         yield f"{'no role':<{_LABEL}}{len(layout.idle):,} devices"
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 
 from meshloom.config.cluster_settings import ClusterSettings, ParallelSettings
@@ -134,15 +135,22 @@ def devices_of(role: Role, settings: TrainSettings, topology: Topology) -> tuple
     entries = placements(settings)[role]
     if isinstance(entries, str):
         return topology.all_devices, []
-    reader = _Reader(f"placement.{role}", topology)
+    devices, faults = _read(f"placement.{role}", entries, topology)
+    return devices, list(faults)
+
+
+@lru_cache(maxsize=64)
+def _read(path: str, entries: tuple[int | str, ...], topology: Topology) -> tuple[DeviceSet | None, tuple[Fault, ...]]:
+    """A list of devices, read once for all changes that are tried."""
+    reader = _Reader(path, topology)
     for entry in entries:
         reader.read(entry)
     devices = DeviceSet.of(reader.found)
     if not entries:
-        reader.fault("P006", f"placement.{role} names no device")
+        reader.fault("P006", f"{path} names no device")
     if (device := devices.twice()) is not None:
         reader.fault("P003", f"device {_name(topology, device)} is named twice")
-    return (None if reader.faults else devices), reader.faults
+    return (None if reader.faults else devices), tuple(reader.faults)
 
 
 def _name(topology: Topology, device: int) -> str:
@@ -168,7 +176,7 @@ class _Reader:
         self.faults.append(fault)
 
     def _changes(self) -> Iterator[Change]:
-        left = DeviceSet.of(_without_repeats(DeviceSet.of(self.meant).ranges))
+        left = _without_repeats(self.meant)
         if left:
             names = self.topology.entries(left)
             yield {self.path: tuple(int(name) if name.isdecimal() else name for name in names)}
@@ -256,21 +264,12 @@ class _Reader:
         self.fault("P002", f"device {index}: node has {have}", first=more)
 
 
-def _without_repeats(ranges: Iterable[range]) -> Iterator[range]:
+def _without_repeats(ranges: Iterable[range]) -> DeviceSet:
     """The same devices, each where it comes first."""
-    taken: list[range] = []
-    for piece in ranges:
-        left = [piece]
-        for known in taken:
-            left = [part for each in left for part in _less(each, known)]
-        taken += left
-        yield from left
-
-
-def _less(piece: range, known: range) -> list[range]:
-    before = range(piece.start, min(piece.stop, known.start))
-    after = range(max(piece.start, known.stop), piece.stop)
-    return [part for part in (before, after) if part]
+    devices = DeviceSet.of(ranges)
+    if devices.twice() is None:
+        return devices
+    return DeviceSet.of(range(device, device + 1) for device in dict.fromkeys(devices))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from rich.text import Text
 from meshloom.config.load import Explained
 from meshloom.config.problems import Problem
 from meshloom.plan.build import Plan
+from meshloom.plan.faults import shortened
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.picture import draw
 
@@ -82,7 +83,7 @@ def _parts(plan: Plan, derivations: Mapping[tuple[str, str], str]) -> list[Rende
         if problems:
             parts += ["", Text(heading, style=style), *(_problem(problem) for problem in problems)]
     if plan.together:
-        parts += [Text(f"  All problems of devices end with: {' '.join(plan.together)}")]
+        parts += [Text(f"  All problems of devices end with: {shortened(' '.join(plan.together))}")]
     return parts
 
 
