@@ -8,6 +8,7 @@ import yaml
 
 from meshloom.config.load import dump_yaml, load_settings
 from meshloom.config.problems import Problem
+from meshloom.config.resume import require_same
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.checks import check_settings
 from meshloom.plan.device_checks import LaidOut, check_devices, lay_out
@@ -284,3 +285,9 @@ def test_warnings_say_what_is_likely_not_meant() -> None:
     assert warned("offload.critic.parameters=host") == ["F002"]
     assert warned("offload.folder=/tmp/x") == ["F003"]
     assert warned("offload.folder=/tmp/x", "offload.actor.optimizer=disk") == []
+
+
+def test_a_run_goes_on_with_other_devices() -> None:
+    """They change rounding, as another device does, and nothing else."""
+    moved = ["cluster.nodes=2", "placement.actor=[node1:0]", "parallel.actor.tensor=2", "offload.actor.parameters=host"]
+    require_same(settings(), settings(*moved))

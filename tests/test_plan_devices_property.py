@@ -11,10 +11,11 @@ from meshloom.config.load import load_settings
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.checks import check_settings
 from meshloom.plan.device_checks import LaidOut, check_devices, lay_out
+from meshloom.plan.faults import with_values
 from meshloom.plan.ledger import samples_per_update
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.placement import Role
-from meshloom.plan.spread import Share, ledger_over_devices
+from meshloom.plan.spread import Share, even_batches, ledger_over_devices, uneven
 
 REQUIRED = ["run_dir=runs/a", "model.path=models/a", "data.train.reasoning_gym=basic_arithmetic"]
 LONG = ["batch.tokens_per_microbatch=1000000"]
@@ -116,6 +117,9 @@ def test_settings_are_consistent_or_refused_with_a_change_that_is_accepted(
     found_in = lay_out(loaded(*overrides), model, 0)
     if not found_in.faults:
         require_consistent(found_in, model)
+        for change in even_batches(found_in.settings, found_in.layout):
+            even = lay_out(with_values(found_in.settings, change), model, 0)
+            assert uneven(even.settings, even.layout) == ""
         return
     found = check_settings(found_in.settings, None)
     already = len(found.problems)

@@ -167,6 +167,8 @@ def check_devices(
         found.problems.append(_problem(laid_out.settings, fault, changes))
     if asks_for_devices(laid_out.settings):
         _warn_of_layout(found, laid_out)
+    if not laid_out.faults:
+        _warn_of_uneven(found, laid_out, trial)
     _warn_of_offload(found, laid_out.settings)
     return overrides(trial.all_together()) if len(laid_out.faults) > 1 else ()
 
@@ -210,6 +212,10 @@ class _Trial:
             return found
         completed = (self._completed(fault, change) for change in tried)
         return list(islice(filter(None, completed), 1))
+
+    def brings_nothing(self, change: Change) -> bool:
+        """Whether nothing is wrong after a change that was not before."""
+        return self._after(change)[0] <= self.before
 
     def _ends(self, fault: Fault, change: Change) -> bool:
         after, _ = self._after(change)
@@ -274,12 +280,16 @@ def _warn_of_layout(found: Findings, laid_out: LaidOut) -> None:
             what = f"{part.role}: an sp group spans two nodes"
             why = "each layer exchanges all heads of the group's tokens: across nodes that is slow"
             found.warn("G009", f"parallel.{part.role}.sequence", what, why=why)
-    if not laid_out.faults and (text := uneven(settings, layout)):
-        changes = [" ".join(overrides(change)) for change in even_batches(settings, layout)]
-        why = "some have one more than others, which wait for them; the result is the same"
-        what = f"{text} {'do' if ' and ' in text else 'does'} not divide evenly"
-        fix = f"{' or '.join(changes)} divides evenly"
-        found.warn("B013", "batch.prompts_per_step", what, why=why, fix=fix)
+
+
+def _warn_of_uneven(found: Findings, laid_out: LaidOut, trial: _Trial) -> None:
+    if not (text := uneven(laid_out.settings, laid_out.layout)):
+        return
+    changes = [change for change in even_batches(laid_out.settings, laid_out.layout) if trial.brings_nothing(change)]
+    what = f"{text} {'do' if ' and ' in text else 'does'} not divide evenly"
+    why = "some have one more than others, which wait for them; the result is the same"
+    fix = " or ".join(" ".join(overrides(change)) for change in changes)
+    found.warn("B013", "batch.prompts_per_step", what, why=why, fix=f"{fix} divides evenly" if fix else "")
 
 
 def _warn_of_offload(found: Findings, settings: TrainSettings) -> None:

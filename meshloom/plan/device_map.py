@@ -48,7 +48,9 @@ def with_device_map(settings: TrainSettings) -> tuple[TrainSettings, list[Fault]
         document = _document(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror or "" if isinstance(error, OSError) else "it is not UTF-8 text"
-        return _unread(settings, [f"the device map {file} cannot be read: {why}"])
+        near = sorted(str(path) for path in file.parent.glob("*.yaml"))[:6]
+        nearby = f"; files nearby: {', '.join(near)}" if near else ""
+        return _unread(settings, [f"the device map {file} cannot be read: {why}{nearby}"])
     if document.faults or not isinstance(document.data, dict):
         what = [f"{file}:{line}: {fault}" for line, fault in document.faults]
         return _unread(settings, what or [f"the device map {file} holds no roles, such as {_EXAMPLE}"])
