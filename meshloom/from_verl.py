@@ -20,7 +20,7 @@ from rich.text import Text
 from meshloom.config import yaml_text
 from meshloom.config.environment import verl_offload
 from meshloom.config.errors import UserError
-from meshloom.config.load import load_settings
+from meshloom.config.load import flatten, load_settings
 from meshloom.config.problems import Problem, require_none
 from meshloom.config.provenance import Provenance
 from meshloom.config.settings import SftSettings, SourceSettings, TrainSettings
@@ -29,6 +29,7 @@ from meshloom.config.verl.sheet import Native
 from meshloom.plan.build import Plan, build_plan
 from meshloom.plan.count import count_prompts, count_rows
 from meshloom.plan.report import as_text, plan_json, print_plan
+from meshloom.plan.worked import worked
 from meshloom.verl_scores import default_score
 
 _REWARD = "reward.custom_reward_function.path"
@@ -62,7 +63,7 @@ def read_verl(words: Sequence[str], native: Sequence[str] = (), *, to_run: bool 
 
 def _with(translation: Translation, **more: Mapping[str, Any]) -> Translation:
     """A translation with further entries in some of its accounts."""
-    merged = {name: {**getattr(translation, name), **entries} for name, entries in more.items()}
+    merged: dict[str, Any] = {name: {**getattr(translation, name), **entries} for name, entries in more.items()}
     return dataclasses.replace(translation, **merged)
 
 
@@ -102,7 +103,7 @@ def settings_of(translation: Translation, native: Sequence[str] = ()) -> TrainSe
     Raises:
         UserError: if a value is out of range, or an override of ours is wrong.
     """
-    kind = TrainSettings if translation.kind == "train" else SftSettings
+    kind: type[TrainSettings] | type[SftSettings] = TrainSettings if translation.kind == "train" else SftSettings
     given = translation.settings
     overrides = [f"{path}={json.dumps(value.value)}" for path, value in _ordered(given)]
     settings = load_settings(kind, None, [*overrides, *native])
@@ -266,7 +267,13 @@ def settings_to_run(
 
 
 def plan_verl(
-    words: Sequence[str], native: Sequence[str], *, prompts: int | None, as_json: bool, file: Path | None
+    words: Sequence[str],
+    native: Sequence[str],
+    *,
+    prompts: int | None = None,
+    as_json: bool = False,
+    verbose: bool = False,
+    file: Path | None = None,
 ) -> int:
     """Print what a verl command comes to; the exit code: 0 it can run, 2 it cannot.
 
@@ -275,6 +282,7 @@ def plan_verl(
         native: overrides of ours, which win.
         prompts: rows of the training data; none: counted.
         as_json: the plan as JSON, with ``verl`` in it.
+        verbose: each derivation of the plan with its numbers.
         file: where to write the settings, if anywhere.
 
     Raises:
@@ -292,7 +300,7 @@ def plan_verl(
 
     def show(console: Console) -> None:
         print_translation(translation, console)
-        print_plan(plan, console)
+        print_plan(plan, console, worked(plan.lines, flatten(settings)) if verbose else None)
 
     if as_json:
         print(json.dumps({**json.loads(plan_json(plan)), "verl": translation.as_json()}, indent=2, ensure_ascii=False))

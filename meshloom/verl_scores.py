@@ -27,7 +27,6 @@ _MATH = {
     "numina_cn_k12",
     "numina_olympiads",
 }
-_PICTURES = ("images", "image", "videos")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +50,18 @@ class DefaultScore:
     pictures: str = ""
 
 
-def default_score(files: Sequence[str]) -> DefaultScore:
+def default_score(
+    files: Sequence[str], picture_columns: Sequence[str] = ("images", "videos", "audios")
+) -> DefaultScore:
     """How verl would score the rows of these files, as far as they can be read.
 
     Args:
         files: Parquet or JSON Lines; those that are missing or broken are passed over, since the plan tells of them.
+        picture_columns: columns that hold pictures, films or sounds, where there are any.
     """
     records = [record for name in files if (record := _first_record(Path(name))) is not None]
     sources = tuple(dict.fromkeys(str(record.get("data_source") or "") for record in records))
-    seen = [column for record in records for column in _PICTURES if _holds_something(record.get(column))]
+    seen = [column for record in records for column in picture_columns if _holds_something(record.get(column))]
     pictures = seen[0] if seen else ""
     if not sources or all(source.startswith("reasoning_gym/") for source in sources):
         return DefaultScore(sources=sources, pictures=pictures)

@@ -193,14 +193,13 @@ def precision_rules(sheet: Sheet, engine: str, block: str) -> None:
     keys = [f"{block}.dtype", f"{block}.mixed_precision.param_dtype", f"{block}.mixed_precision"]
     given = [key for key in keys if isinstance(sheet.value(key), str)]
     names = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+    sheet.set("model.dtype", "auto")
     for key in given:
         name = sheet.text(key)
         if name not in names:
             sheet.refuse(key, f"the arithmetic {name!r} is not offered; use bfloat16 or float32")
         elif key == given[0]:
             sheet.set("model.dtype", names[name], key)
-    if not given:
-        sheet.set("model.dtype", "auto")
     sheet.ignore("the first of the engine's keys for it decides", *keys)
     why = "master weights and gradients are always float32 here, which is at least as exact"
     more = ("model_dtype", "mixed_precision.reduce_dtype", "mixed_precision.buffer_dtype")

@@ -16,6 +16,7 @@ ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w./@-]*=.*|~[A-Za-z_][\w.]*", re.DOTALL)
 _ARRAY = re.compile(r"^[ \t]*(\w+)(\+?)=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}$]*))?\})")
+_PROGRAM = re.compile(r"(\S*/)?\w+\.py|verl(\.\w+)+|recipe(\.\w+)+")
 _ENDS = {"|", "||", "&&", ";", "&"}
 _PASSED_ON = re.compile(r"\$[@*]|\$\{[@*](?::\d+)?\}")
 UNRESOLVED = re.compile(r"\$\w+|\$\{\w+(?:[:#%/^,?+-][^}]*)?\}|\$\(|`")
@@ -60,10 +61,11 @@ def read_command(words: Sequence[str]) -> Command:
     else:
         environment = {}
         words = [_expanded(word, environment) for word in words]
+    words = _without_tail(words)
     if not words:
         what = "there is no verl command"
         raise UserError(what, fix="write it behind --, such as: --verl -- python3 -m verl.trainer.main_ppo data.…=…")
-    return _sorted_out(_without_tail(words), environment)
+    return _sorted_out(words, environment)
 
 
 def _is_text(word: str) -> bool:
@@ -71,7 +73,8 @@ def _is_text(word: str) -> bool:
     if "\n" in word.strip():
         return True
     parts = word.split()
-    return len(parts) > 1 and (not _OVERRIDE.fullmatch(parts[0]) or all(_OVERRIDE.fullmatch(part) for part in parts))
+    several = not _OVERRIDE.fullmatch(parts[0]) or all(map(_OVERRIDE.fullmatch, parts)) if parts else False
+    return len(parts) > 1 and (several or any(map(_PROGRAM.fullmatch, parts)))
 
 
 def _read_text(text: str) -> tuple[dict[str, str], list[str]]:
@@ -201,7 +204,7 @@ def _program_ends(words: Sequence[str]) -> int:
         if word == "-m" and place + 1 < len(words) and "=" not in words[place + 1]:
             if "." in words[place + 1]:
                 return place + 2
-        elif re.fullmatch(r"(\S*/)?\w+\.py|verl(\.\w+)+|recipe(\.\w+)+", word):
+        elif _PROGRAM.fullmatch(word):
             return place + 1
     return 0
 

@@ -20,6 +20,7 @@ def data_rules(sheet: Sheet) -> None:
     sheet.set("data.shuffle", sheet.flag("data.shuffle"), "data.shuffle")
     if sheet.has("data.seed"):
         sheet.set("seed", sheet.whole("data.seed"), "data.seed")
+    sheet.ignore("verl then draws its order by chance; here it follows from the setting seed", "data.seed")
 
 
 def _files(sheet: Sheet) -> None:
@@ -119,6 +120,8 @@ def _overrides(sheet: Sheet, group: str) -> None:
         kernel = _ATTENTION.get(sheet.text(attention), "auto")
         sheet.set("model.attention", kernel, attention)
     for key in [key for key in sheet.given.entries if key.startswith(f"{group}.") and key != attention]:
+        if key.endswith("freeze_moe_router"):
+            continue
         if sheet.has(key):
             name = key.removeprefix(f"{group}.")
             sheet.refuse(key, f"config.json is read as it is; write {name} into a copy of the model's folder")
@@ -129,13 +132,15 @@ def reward_rules(sheet: Sheet) -> None:
     """The function that scores; what the default of a data source is, is known only with the rows."""
     path, name = f"{_FUNCTION}.path", f"{_FUNCTION}.name"
     if sheet.has(path):
-        sheet.set("reward.function", f"{sheet.text(path)}:{sheet.text(name)}", path, name)
+        function = sheet.text(name) or "compute_score"
+        sheet.set("reward.function", f"{sheet.text(path)}:{function}", path, name)
         _function_arguments(sheet)
     else:
         why = "it is read only with reward.custom_reward_function.path"
         sheet.ignore(why, name, path, *_keys(sheet, f"{_FUNCTION}.reward_kwargs"))
     if "reward.num_workers" in sheet.given.entries and sheet.whole("reward.num_workers"):
         sheet.set("reward.workers", sheet.whole("reward.num_workers"), "reward.num_workers")
+    sheet.ignore("as many as there are processors", "reward.num_workers")
     _manager(sheet)
     _judges(sheet)
 
@@ -163,7 +168,7 @@ _MANAGERS = {
 
 def _manager(sheet: Sheet) -> None:
     key, buffer = "reward.reward_manager.name", "reward.reward_kwargs.overlong_buffer_cfg"
-    manager = sheet.text(key)
+    manager = sheet.text(key) or "naive"
     extra = _keys(sheet, "reward.reward_kwargs")
     if manager not in _MANAGERS:
         forms = f"managers that are understood: {', '.join(_MANAGERS)}"

@@ -29,6 +29,8 @@ _OLD_NAMES = (
     (r"reward_model\.rollout(.*)", r"reward.reward_model.rollout\1"),
     (r"reward_model\.model\.path", "reward.reward_model.model_path"),
     (r"(actor_rollout_ref\.actor|critic)\.(?:optim\.)?grad_clip", r"\1.optim.clip_grad"),
+    (r"optim\.grad_clip", "optim.clip_grad"),
+    (r"optim\.warmup_steps_ratio", "optim.lr_warmup_steps_ratio"),
     (r"(.*\.)?optim\.(?:warmup_style|lr_scheduler)", r"\1optim.lr_scheduler_type"),
     (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp\.(.+)", r"\1.fsdp_config.\2"),
     (r"critic\.model\.fsdp_config\.(.+)", r"critic.fsdp_config.\1"),

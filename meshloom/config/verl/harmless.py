@@ -15,6 +15,7 @@ _PADDING = "samples are never padded here"
 _CHUNKS = "log-probs and entropy are always computed in chunks (model.logits_chunk_bytes)"
 _PROFILE = "times of each phase are always measured; there is no profiler"
 _RAY = "there is no Ray cluster to set up"
+_PICTURES = "prompts are text; rows that hold more are refused when they are looked at"
 _WEIGHTS = "weights move within a device, and are checked"
 
 HARMLESS: tuple[tuple[str, str], ...] = (
@@ -55,6 +56,9 @@ HARMLESS: tuple[tuple[str, str], ...] = (
     ("*.gradient_checkpointing_kwargs*", "a layer is recomputed whole"),
     ("*.freeze_vision_tower", "the part of a model that sees is never trained"),
     ("*.mtp.*", "no further tokens are predicted at once"),
+    ("*.*config.strategy", "the role's own strategy decides"),
+    ("*.veomni.strategy", "the role's own strategy decides"),
+    ("*.torchtitan.strategy", "the role's own strategy decides"),
     ("*.full_determinism", "order and sampling follow from the seed; kernels may round differently"),
     ("*.fsdp_config.seed", "order and sampling follow from the setting seed"),
     ("*.megatron.seed", "order and sampling follow from the setting seed"),
@@ -130,8 +134,9 @@ HARMLESS: tuple[tuple[str, str], ...] = (
     ("data.return_*", "what a row holds goes to the reward function"),
     ("data.image_patch_size", "prompts are text"),
     ("data.mm_processor_kwargs*", "prompts are text"),
-    ("data.video_key", "prompts are text"),
-    ("data.audio_key", "prompts are text"),
+    ("data.image_key", _PICTURES),
+    ("data.video_key", _PICTURES),
+    ("data.audio_key", _PICTURES),
     ("data.validation_shuffle", "validation counts every row once"),
     ("data.need_tools_kwargs", "there are no tools"),
     ("data.answer_key", "the answer is reward_model.ground_truth of the row, or data.answer_column"),
@@ -149,6 +154,10 @@ HARMLESS: tuple[tuple[str, str], ...] = (
     ("trainer.v1.*", "generation and training take turns"),
     ("reward_model.launch_reward_fn_async", "rewards are always computed beside generation"),
     ("reward.reward_kwargs", "it is empty"),
+    ("engine.*", "fine-tuning runs on one device with kernels of its own"),
+    ("optim", "AdamW, on float32 master weights"),
+    ("data.prompt_key", "rows are chats"),
+    ("data.*_dict_keys", "rows are chats"),
 )
 """Patterns of keys, the first that fits."""
 
@@ -168,12 +177,6 @@ ONLY: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "the tokenizer is the model's; put its files into the model's folder",
     ),
     (
-        "data.image_key",
-        _NULL,
-        "prompts are text",
-        "pictures in prompts are not read: this trains on text alone; leave the key out only if the rows have no pictures",
-    ),
-    (
         "data.custom_cls.path",
         _NULL,
         "there is none",
@@ -191,7 +194,7 @@ ONLY: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "arguments of the chat template are not passed on; write the choice into the model folder's chat_template.jinja",
     ),
     (
-        "*.model.custom_chat_template",
+        "*model.custom_chat_template",
         _NULL,
         "it is the tokenizer's",
         "put it as chat_template.jinja into the model's folder",

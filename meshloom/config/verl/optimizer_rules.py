@@ -5,12 +5,18 @@ Owns: their meaning here. Always holds: lengths of the schedule are counted in o
 
 from meshloom.config.verl.sheet import Sheet
 
+_SHAPES = {"megatron": "lr_decay_style", "torchtitan": "decay_type"}
+_FLOORS = {"megatron": "min_lr", "torchtitan": "min_lr_factor", "veomni": "lr_min"}
+DEFAULT_SHAPES = {"veomni": ("lr_scheduler_type", "cosine"), "torchtitan": ("decay_type", "linear")}
+"""Key and value of the schedule, for engines whose default is not a constant rate."""
 
-def optimizer_rules(sheet: Sheet, group: str, *, updates_per_step: int, steps: int | None) -> None:
+
+def optimizer_rules(sheet: Sheet, group: str, engine: str, *, updates_per_step: int, steps: int | None) -> None:
     """AdamW, its rate and its schedule.
 
     Args:
         group: the group of the optimizer's keys.
+        engine: ``fsdp``, ``megatron``, …; they name the schedule differently.
         updates_per_step: optimizer updates of one step of verl's schedule.
         steps: steps of the whole run, as far as known.
     """
@@ -24,7 +30,7 @@ def optimizer_rules(sheet: Sheet, group: str, *, updates_per_step: int, steps: i
     clip = sheet.number(f"{group}.clip_grad")
     sheet.set("optimizer.max_grad_norm", clip if clip and clip > 0 else None, f"{group}.clip_grad")
     _kind(sheet, group)
-    _schedule(sheet, group)
+    _schedule(sheet, group, engine)
     _warmup(sheet, group, updates_per_step, steps)
     _engine_details(sheet, group)
 
@@ -50,33 +56,33 @@ def _kind(sheet: Sheet, group: str) -> None:
     sheet.ignore("AdamW, on float32 master weights", f"{group}.optimizer_impl")
 
 
-def _schedule(sheet: Sheet, group: str) -> None:
-    keys = [f"{group}.{name}" for name in ("lr_scheduler_type", "lr_decay_style", "decay_type")]
-    deciding = next((key for key in keys if sheet.has(key)), keys[0])
+def _schedule(sheet: Sheet, group: str, engine: str) -> None:
+    deciding = f"{group}.{_SHAPES.get(engine, 'lr_scheduler_type')}"
     shape = sheet.text(deciding) or "constant"
     if shape not in ("constant", "linear", "cosine"):
         sheet.refuse(deciding, f"the schedule {shape!r} is not offered; use constant, linear or cosine")
         shape = "constant"
     sheet.set("optimizer.schedule", shape, deciding)
-    sheet.ignore(f"{deciding} decides", *keys)
-    floors = {f"{group}.{name}": name for name in ("min_lr_ratio", "min_lr_factor", "min_lr", "lr_min")}
+    why = f"the engine {engine!r} does not read it"
+    sheet.ignore(why, *(f"{group}.{name}" for name in ("lr_scheduler_type", *_SHAPES.values())))
+    floors = [f"{group}.{name}" for name in ("min_lr_ratio", *_FLOORS.values())]
     if shape == "constant":
         sheet.ignore("a constant rate does not fall", *floors)
     else:
-        _floor(sheet, group, floors)
+        _floor(sheet, group, _FLOORS.get(engine, "min_lr_ratio"))
         cycles = sheet.number(f"{group}.num_cycles", 0.5)
         if shape == "cosine" and cycles != 0.5:
             sheet.refuse(f"{group}.num_cycles", "the cosine falls once, which is half a cycle; set it to 0.5")
+    sheet.ignore(why, *floors)
     sheet.ignore("half a cycle: the rate falls once", f"{group}.num_cycles")
 
 
-def _floor(sheet: Sheet, group: str, floors: dict[str, str]) -> None:
-    deciding = next((key for key in floors if sheet.has(key)), f"{group}.min_lr_ratio")
-    value = sheet.number(deciding) or 0.0
-    if floors.get(deciding) in ("min_lr", "lr_min"):
+def _floor(sheet: Sheet, group: str, name: str) -> None:
+    key = f"{group}.{name}"
+    value = sheet.number(key, 0.0) or 0.0
+    if name in ("min_lr", "lr_min"):
         value = value / (sheet.number(f"{group}.lr") or 1.0)
-    sheet.set("optimizer.min_lr_ratio", value, deciding)
-    sheet.ignore(f"{deciding} decides", *floors)
+    sheet.set("optimizer.min_lr_ratio", value, key)
 
 
 def _warmup(sheet: Sheet, group: str, updates_per_step: int, steps: int | None) -> None:

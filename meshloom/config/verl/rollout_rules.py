@@ -92,7 +92,13 @@ _FROM_SETTINGS = {
     "enforce_eager": f"{ROLLOUT}.enforce_eager",
 }
 """vLLM's arguments that verl's own keys give as well."""
-_PERFORMANCE = ("compilation_config", "additional_config", "async_scheduling", "mm_processor_cache_gb", "swap_space")
+_PERFORMANCE: tuple[str, ...] = (
+    "compilation_config",
+    "additional_config",
+    "async_scheduling",
+    "mm_processor_cache_gb",
+    "swap_space",
+)
 _PERFORMANCE += ("disable_mm_preprocessor_cache", "cuda_graph_sizes", "enable_chunked_prefill", "disable_log_stats")
 
 

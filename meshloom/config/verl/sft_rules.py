@@ -24,8 +24,9 @@ def sft_rules(sheet: Sheet, num_rows: int | None) -> None:
     sheet.set("model.gradient_checkpointing", sheet.flag(key), key)
     _precision(sheet)
     _batch(sheet)
-    steps = known_steps(sheet.given, sheet, num_rows)
-    optimizer_rules(sheet, "optim", updates_per_step=1, steps=steps)
+    steps = known_steps(sheet, num_rows)
+    engine = sheet.text("engine.strategy") or sheet.text("engine") or "fsdp"
+    optimizer_rules(sheet, "optim", engine, updates_per_step=1, steps=steps)
     _devices(sheet)
     sheet.set("seed", sheet.whole("trainer.seed"), "trainer.seed")
     trainer_rules(sheet)
@@ -83,14 +84,13 @@ def _unused_columns(sheet: Sheet) -> None:
 def _precision(sheet: Sheet) -> None:
     given = [key for key in ("engine.dtype", "engine.mixed_precision.param_dtype") if sheet.has(key)]
     names = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+    sheet.set("model.dtype", "auto")
     for key in given:
         name = names.get(sheet.text(key))
         if name is None:
             sheet.refuse(key, f"the arithmetic {sheet.text(key)!r} is not offered; use bfloat16 or float32")
         else:
             sheet.set("model.dtype", name, key)
-    if not given:
-        sheet.set("model.dtype", "auto")
     why = "master weights and gradients are always float32 here, which is at least as exact"
     sheet.ignore(why, "engine.model_dtype", "engine.mixed_precision", "engine.mixed_precision.reduce_dtype")
 

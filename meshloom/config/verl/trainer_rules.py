@@ -3,7 +3,6 @@
 Owns: their meaning here. Always holds: where verl would save or validate never, so does the run.
 """
 
-from meshloom.config.verl.given import Given
 from meshloom.config.verl.sheet import Sheet
 
 ALL_CHECKPOINTS = 1_000_000
@@ -114,11 +113,10 @@ def _loop(sheet: Sheet) -> None:
     sheet.ignore("there is none", callback)
 
 
-def known_steps(given: Given, sheet: Sheet, num_prompts: int | None) -> int | None:
+def known_steps(sheet: Sheet, num_prompts: int | None) -> int | None:
     """Steps of the whole run, if they are given or can be counted.
 
     Args:
-        given: what the command gives.
         sheet: of the translation.
         num_prompts: rows of the training data; none if not known.
     """

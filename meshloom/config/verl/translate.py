@@ -15,7 +15,7 @@ from meshloom.config.verl.defaults import CONFIG_NAMES, ENTRIES, OTHER_ENTRIES, 
 from meshloom.config.verl.given import Given
 from meshloom.config.verl.harmless import apply_tables
 from meshloom.config.verl.known import known_keys
-from meshloom.config.verl.optimizer_rules import optimizer_rules
+from meshloom.config.verl.optimizer_rules import DEFAULT_SHAPES, optimizer_rules
 from meshloom.config.verl.sft_rules import sft_rules
 from meshloom.config.verl.sheet import Native, Sheet
 from meshloom.config.verl.trainer_rules import known_steps, trainer_rules
@@ -112,8 +112,7 @@ def _rl_rules(sheet: Sheet, where: str, num_prompts: int | None, vllm_is_there: 
     engine = parallel_rules.engine_of(sheet, "actor")
     block = f"{actor_rules.ACTOR}.{parallel_rules.ENGINES[engine].block}"
     actor_rules.precision_rules(sheet, engine, block)
-    steps = known_steps(sheet.given, sheet, num_prompts)
-    optimizer_rules(sheet, f"{actor_rules.ACTOR}.optim", updates_per_step=_updates(sheet), steps=steps)
+    _optimizer(sheet, engine, num_prompts)
     parallel_rules.cluster_rules(sheet)
     parallel_rules.role_rules(sheet, "actor", where)
     _reference(sheet, where)
@@ -125,6 +124,15 @@ def _rl_rules(sheet: Sheet, where: str, num_prompts: int | None, vllm_is_there: 
     algorithm_rules.distillation_rules(sheet)
     data_rules.reward_rules(sheet)
     trainer_rules(sheet)
+
+
+def _optimizer(sheet: Sheet, engine: str, num_prompts: int | None) -> None:
+    group = f"{actor_rules.ACTOR}.optim"
+    if engine in DEFAULT_SHAPES:
+        name, shape = DEFAULT_SHAPES[engine]
+        sheet.defaults = {**sheet.defaults, f"{group}.{name}": shape}
+    steps = known_steps(sheet, num_prompts)
+    optimizer_rules(sheet, group, engine, updates_per_step=_updates(sheet), steps=steps)
 
 
 def _updates(sheet: Sheet) -> int:

@@ -1,0 +1,319 @@
+"""What verl's keys mean in our settings, where that is not obvious; and that all of verl's keys are known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshloom.config.settings import SftSettings, TrainSettings
+from meshloom.config.verl import Translation, translate
+from meshloom.config.verl.defaults import ENTRIES, RL_DEFAULTS, SFT_DEFAULTS
+from meshloom.config.verl.known import known_keys
+from meshloom.from_verl import settings_of
+
+GRPO = "algorithm.adv_estimator=grpo"
+ACTOR, REFERENCE, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
+DEFAULTS: dict[str, Any] = json.loads(Path(__file__).with_name("data").joinpath("verl_defaults.json").read_text())[
+    "defaults"
+]
+FALLBACK = "there is no counterpart here; leave it out"
+
+
+def grpo(*overrides: str, **options: Any) -> Translation:
+    return translate([GRPO, *overrides], **options)
+
+
+def word(key: str, value: Any) -> str:
+    return f"{key}='{value}'" if isinstance(value, str) else f"{key}={json.dumps(value)}"
+
+
+def values(translation: Translation) -> dict[str, Any]:
+    return {path: native.value for path, native in translation.settings.items()}
+
+
+MEANING = [
+    ("batch.prompts_per_step", 1024, []),
+    ("batch.prompts_per_update", 256, []),
+    ("batch.samples_per_prompt", 1, []),
+    ("batch.epochs", 30, []),
+    ("data.max_prompt_tokens", 512, []),
+    ("rollout.max_response_tokens", 512, []),
+    ("rollout.sampling.temperature", 1.0, []),
+    ("rollout.sampling.top_k", 0, [f"{ROLLOUT}.top_k=-1"]),
+    ("rollout.sampling.top_k", 50, [f"{ROLLOUT}.top_k=50"]),
+    ("checkpoint.every_steps", 0, []),
+    ("validation.every_steps", 0, []),
+    ("validation.before_training", True, []),
+    ("optimizer.warmup_updates", 0, []),
+    ("optimizer.lr", 1e-5, [f"{ACTOR}.optim.lr='1e-5'"]),
+    ("batch.prompts_per_update", 32, [f"{ACTOR}.ppo_mini_batch_size=32", f"{ROLLOUT}.n=8"]),
+    ("batch.prompts_per_update", None, ["data.train_batch_size=64"]),
+    ("batch.samples_per_microbatch", 4, [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"]),
+    ("batch.tokens_per_microbatch", 4096, [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"]),
+    ("batch.samples_per_microbatch", 2, [f"{ACTOR}.ppo_micro_batch_size=16"]),
+    (
+        "batch.samples_per_microbatch",
+        4,
+        [f"{ACTOR}.ppo_micro_batch_size=16", f"{ACTOR}.ulysses_sequence_parallel_size=2"],
+    ),
+    ("batch.tokens_per_microbatch", 9000, [f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=9000"]),
+    ("batch.epochs_per_step", 3, [f"{ACTOR}.ppo_epochs=3"]),
+    ("algorithm.clip_low", 0.2, [f"{ACTOR}.clip_ratio=0.3"]),
+    ("algorithm.clip_high", 0.3, [f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_high=null"]),
+    ("algorithm.clip_high", 0.28, [f"{ACTOR}.clip_ratio_high=0.28"]),
+    ("algorithm.kl", "none", [f"{ACTOR}.kl_loss_coef=0.1"]),
+    ("algorithm.kl", "loss", [f"{ACTOR}.use_kl_loss=True"]),
+    ("algorithm.kl_estimator", "k3", [f"{ACTOR}.use_kl_loss=True"]),
+    ("algorithm.kl_estimator", "k2+", [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=mse+"]),
+    ("algorithm.kl", "reward", ["algorithm.use_kl_in_reward=True"]),
+    ("algorithm.kl_estimator", "k1", ["algorithm.use_kl_in_reward=True"]),
+    ("algorithm.kl_coefficient", 0.5, ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.5"]),
+    ("algorithm.policy_loss", "gmpo", [f"{ACTOR}.policy_loss.loss_mode=geo_mean"]),
+    ("algorithm.reduction_constant", 512.0, [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"]),
+    (
+        "algorithm.reduction_constant",
+        9.0,
+        [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=9"],
+    ),
+    ("algorithm.advantage", "rloo", ["algorithm.adv_estimator=rloo_vectorized"]),
+    ("optimizer.warmup_updates", 40, [f"{ACTOR}.optim.lr_warmup_steps=10"]),
+    ("optimizer.warmup_updates", 40, [f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=100"]),
+    ("optimizer.schedule", "cosine", [f"{ACTOR}.optim.lr_scheduler_type=cosine"]),
+    ("optimizer.schedule", "cosine", ["model_engine=veomni"]),
+    ("optimizer.schedule", "constant", [f"{ACTOR}.strategy=megatron", f"{ACTOR}.optim.lr_scheduler_type=cosine"]),
+    (
+        "optimizer.min_lr_ratio",
+        0.1,
+        [f"{ACTOR}.strategy=megatron", f"{ACTOR}.optim.lr_decay_style=linear", f"{ACTOR}.optim.min_lr=1e-7"],
+    ),
+    ("optimizer.max_grad_norm", None, [f"{ACTOR}.optim.clip_grad=0"]),
+    ("data.overlong_prompts", "drop", ["data.filter_overlong_prompts=True", "data.truncation=left"]),
+    ("data.overlong_prompts", "error", ["data.truncation=left"]),
+    ("data.train.max_rows", None, ["data.train_max_samples=-1"]),
+    ("data.train.max_rows", 100, ["data.train_max_samples=100"]),
+    ("data.train.files", ["a.parquet", "b.parquet"], ["data.train_files=['a.parquet','b.parquet']"]),
+    ("data.train.files", ["a.parquet"], ["data.train_files=a.parquet"]),
+    ("rollout.max_response_tokens", 64, [f"{ROLLOUT}.response_length=64"]),
+    ("validation.sampling.temperature", 0.6, [f"{ROLLOUT}.val_kwargs.temperature=0.6"]),
+    ("model.lora", None, ["actor_rollout_ref.model.lora_alpha=32"]),
+    ("model.lora.rank", 8, ["actor_rollout_ref.model.lora_rank=8"]),
+    ("model.lora.alpha", 16.0, ["actor_rollout_ref.model.lora_rank=8"]),
+    (
+        "model.lora.target_modules",
+        ["q_proj"],
+        ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=[q_proj]"],
+    ),
+    ("model.attention", "sdpa", ["+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]),
+    ("model.dtype", "auto", []),
+    ("model.dtype", "float32", [f"{ACTOR}.fsdp_config.dtype=fp32"]),
+    ("model.gradient_checkpointing", True, []),
+    ("model.gradient_checkpointing", False, [f"{ACTOR}.strategy=megatron"]),
+    ("parallel.rollout.tensor", 2, []),
+    ("parallel.actor.fsdp_size", None, []),
+    ("parallel.actor.fsdp_size", 4, [f"{ACTOR}.fsdp_config.fsdp_size=4"]),
+    (
+        "parallel.actor.sequence",
+        2,
+        [f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4"],
+    ),
+    (
+        "parallel.reference.tensor",
+        4,
+        ["model_engine=megatron", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.megatron.tensor_model_parallel_size=4"],
+    ),
+    ("parallel.reference.sequence", 2, [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.ulysses_sequence_parallel_size=2"]),
+    ("offload.actor.parameters", "host", [f"{ACTOR}.fsdp_config.offload_policy=True"]),
+    (
+        "offload.reference.parameters",
+        "host",
+        [f"{ACTOR}.use_kl_loss=True", f"{REFERENCE}.fsdp_config.param_offload=True"],
+    ),
+    ("logging.loggers", ["wandb"], []),
+    ("logging.loggers", [], ["trainer.logger=console"]),
+    ("checkpoint.keep_last", 3, ["trainer.max_actor_ckpt_to_keep=3"]),
+    ("checkpoint.keep_last", 1_000_000, []),
+    (
+        "reward.kwargs.alpha",
+        0.5,
+        ["reward.custom_reward_function.path=r.py", "+custom_reward_function.reward_kwargs.alpha=0.5"],
+    ),
+    ("rollout.vllm.arguments.swap", 4, [f"+{ROLLOUT}.engine_kwargs.vllm.swap=4"]),
+    ("rollout.engine", "torch", [f"{ROLLOUT}.name=hf"]),
+    ("seed", 7, ["data.seed=7"]),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "overrides"), MEANING)
+def test_a_key_means_what_it_means_in_verl(path: str, value: Any, overrides: list[str]) -> None:
+    translation = grpo(*overrides)
+    assert translation.settings[path].value == value
+    assert not translation.refused
+
+
+REFUSED = [
+    ("algorithm.adv_estimator", "needs a critic", ["algorithm.adv_estimator=gae"]),
+    ("algorithm.adv_estimator", "greedy samples", ["algorithm.adv_estimator=remax"]),
+    ("algorithm.adv_estimator", "grpo, rloo", ["algorithm.adv_estimator=gdpo"]),
+    ("critic.optim.lr", "no critic yet", ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-5"]),
+    (f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm", [f"{ROLLOUT}.name=sglang"]),
+    (f"{ACTOR}.policy_loss.loss_mode", "vanilla, gspo", [f"{ACTOR}.policy_loss.loss_mode=clip_cov"]),
+    ("algorithm.use_kl_in_reward", "enters once", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"]),
+    ("algorithm.kl_ctrl.type", "fixed", ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"]),
+    ("algorithm.filter_groups.enable", "set it to False", ["algorithm.filter_groups.enable=True"]),
+    ("algorithm.rollout_correction.rollout_is", "set it to null", ["algorithm.rollout_correction.rollout_is=token"]),
+    (f"{ACTOR}.optim.optimizer", "AdamW", [f"{ACTOR}.optim.optimizer=Muon"]),
+    (f"{ACTOR}.optim.lr_warmup_steps_ratio", "total_training_steps", [f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"]),
+    (f"{ACTOR}.optim.lr", "not a number", [f"{ACTOR}.optim.lr=fast"]),
+    ("data.train_batch_size", "not a whole number", ["data.train_batch_size=1.5"]),
+    ("data.shuffle", "neither true nor false", ["data.shuffle=maybe"]),
+    (f"{ACTOR}.fsdp_config.dtype", "use bfloat16", [f"{ACTOR}.fsdp_config.dtype=float16"]),
+    (f"{ROLLOUT}.multi_turn.enable", "not offered", [f"{ROLLOUT}.multi_turn.enable=True"]),
+    (f"{ROLLOUT}.expert_parallel_size", "set it to 1", [f"{ROLLOUT}.expert_parallel_size=8"]),
+    (f"{ACTOR}.strategy", "set it to fsdp", [f"{ACTOR}.strategy=deepspeed"]),
+    ("reward.reward_manager.name", "naive", ["reward_model.reward_manager=batch"]),
+    ("reward.reward_model.enable", "reward function", ["reward.reward_model.enable=True"]),
+    ("trainer.val_only", "meshloom eval", ["trainer.val_only=True"]),
+    ("trainer.critic_warmup", "set it to 0", ["trainer.critic_warmup=20"]),
+    ("trainer.v1.trainer_mode", "sync", ["trainer.v1.trainer_mode=separate_async"]),
+    (
+        "data.apply_chat_template_kwargs.enable_thinking",
+        "template",
+        ["+data.apply_chat_template_kwargs.enable_thinking=False"],
+    ),
+    (
+        "actor_rollout_ref.model.override_config.rope_theta",
+        "config.json",
+        ["+actor_rollout_ref.model.override_config.rope_theta=1e6"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "said", "overrides"), REFUSED)
+def test_what_has_no_counterpart_is_refused_with_what_to_do(key: str, said: str, overrides: list[str]) -> None:
+    translation = grpo(*overrides)
+    typed = next((one.partition("=")[0].lstrip("+") for one in overrides if one.lstrip("+").startswith(key)), key)
+    found = translation.refused.get(typed) or translation.refused[overrides[0].partition("=")[0]]
+    assert said in found
+
+
+WARNED = [
+    (f"{ACTOR}.clip_ratio", "changes nothing", [f"{ACTOR}.clip_ratio=0.3"]),
+    (f"{ACTOR}.ppo_mini_batch_size", "one update a step", ["data.train_batch_size=8"]),
+    (f"{ACTOR}.ppo_micro_batch_size_per_gpu", "verl refuses a command without it", []),
+    (f"{ACTOR}.optim.lr_warmup_steps", "once an update here", [f"{ACTOR}.optim.lr_warmup_steps=10"]),
+    ("data.truncation", "names its row", ["data.truncation=middle"]),
+    (f"{ROLLOUT}.val_kwargs.do_sample", "greedy", [f"{ROLLOUT}.val_kwargs.do_sample=True"]),
+    ("trainer.logger", "no logger clearml", ["trainer.logger=[console,clearml]"]),
+    (f"{ROLLOUT}.name", "vLLM is not installed", []),
+]
+
+
+@pytest.mark.parametrize(("key", "said", "overrides"), WARNED)
+def test_traps_are_warned_about(key: str, said: str, overrides: list[str]) -> None:
+    assert said in grpo(*overrides, vllm_is_there=False).warnings[key]
+    assert not grpo(f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_high=0.3").warnings.get(f"{ACTOR}.clip_ratio")
+
+
+def test_without_vllm_the_embedded_engine_generates() -> None:
+    translation = grpo(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.gpu_memory_utilization=0.6", vllm_is_there=False)
+    assert translation.settings["rollout.engine"].value == "torch"
+    assert not any(path.startswith("rollout.vllm") for path in translation.settings)
+    assert f"{ROLLOUT}.gpu_memory_utilization" in translation.ignored
+
+
+def test_where_offloaded_bytes_go_is_in_the_environment() -> None:
+    offload = f"{ACTOR}.fsdp_config.optimizer_offload=True"
+    disk = {"VERL_OFFLOAD_DIR": "/nvme"}
+    found = grpo(offload, environment=disk).settings
+    assert (found["offload.actor.optimizer"].value, found["offload.folder"].value) == ("disk", "/nvme")
+    assert "offload.folder" not in grpo(environment=disk).settings
+    host = disk | {"VERL_OFFLOAD_DEVICE": "cpu"}
+    assert grpo(offload, environment=host).settings["offload.actor.optimizer"].value == "host"
+    in_front = ["VERL_OFFLOAD_DEVICE=cpu", "python3", "-m", "verl.trainer.main_ppo", GRPO, offload]
+    assert translate(in_front, environment=disk).settings["offload.actor.optimizer"].value == "host"
+    assert "needs a folder" in grpo(environment={"VERL_OFFLOAD_DEVICE": "disk"}).refused["VERL_OFFLOAD_DEVICE"]
+    assert "neither" in grpo(environment={"VERL_OFFLOAD_DEVICE": "tape"}).refused["VERL_OFFLOAD_DEVICE"]
+
+
+def test_a_share_of_the_run_is_counted_with_the_rows() -> None:
+    ratio = f"{ACTOR}.optim.lr_warmup_steps_ratio=0.5"
+    translation = grpo(ratio, "data.train_batch_size=10", "trainer.total_epochs=2", num_prompts=109)
+    assert translation.settings["optimizer.warmup_updates"].value == 10
+
+
+def test_the_settings_say_everything_that_verl_would_do_by_default() -> None:
+    """A default of ours never stands for one of verl's: what a run reads is stated, with its origin."""
+    translation = grpo()
+    assert all("verl" in native.origin for native in translation.settings.values())
+    stated = set(translation.settings)
+    for path in ("batch.prompts_per_step", "optimizer.betas", "algorithm.clip_low", "rollout.prefill_tokens"):
+        assert path in stated
+    settings = settings_of(translation)
+    assert isinstance(settings, TrainSettings)
+    assert settings.provenance.of("batch.prompts_per_step") == "verl's default data.train_batch_size=1024"
+    assert settings.provenance.of("algorithm.advantage") == f"verl {GRPO}"
+    assert settings_of(grpo(), ["optimizer.lr=0.5"]).provenance.of("optimizer.lr") == "override optimizer.lr=0.5"
+
+
+CHANGES = {"actor_rollout_ref.rollout.enable_prefix_caching", "reward.num_workers", f"{ACTOR}.fsdp_config.dtype"}
+"""Keys whose default is said only where it is given, since ours decides the same by itself."""
+
+
+def test_giving_a_default_of_verl_changes_nothing() -> None:
+    base = values(grpo())
+    for key, value in DEFAULTS.items():
+        if key == "algorithm.adv_estimator":
+            continue
+        found = grpo(word(key, value))
+        assert key in {*found.translated, *found.ignored}, (key, found.refused)
+        assert key in CHANGES or values(found) == base, key
+
+
+def test_the_defaults_are_verls() -> None:
+    for key, value in RL_DEFAULTS.items():
+        if key in DEFAULTS:
+            assert DEFAULTS[key] == value, key
+
+
+@pytest.mark.parametrize(("kind", "first"), [("rl", GRPO), ("sft", "optim.lr=1e-5")])
+def test_every_key_of_verl_has_a_rule(kind: str, first: str) -> None:
+    for key in sorted(known_keys(kind).closed):
+        for value in ("true", "x", "3", "null", "[a]"):
+            found = translate([first, f"{key}={value}"])
+            assert sum(key in account for account in (found.translated, found.ignored, found.refused)) == 1, (
+                key,
+                value,
+            )
+            assert found.refused.get(key) != FALLBACK, (key, value)
+
+
+SFT = [
+    ("batch.samples_per_update", 256, []),
+    ("batch.tokens_per_microbatch", 8192, []),
+    ("data.prompt_column", "messages", []),
+    ("optimizer.schedule", "cosine", ["optim.lr_scheduler_type=cosine"]),
+    ("optimizer.warmup_updates", 5, ["optim.lr_warmup_steps=5"]),
+    ("data.max_response_tokens", 2048, ["data.max_length=2048"]),
+    ("model.path", "m", ["model.partial_pretrain=m"]),
+    ("batch.epochs", 4, []),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "overrides"), SFT)
+def test_fine_tuning_is_understood_too(path: str, value: Any, overrides: list[str]) -> None:
+    translation = translate(["-m", "verl.trainer.sft_trainer", *overrides])
+    assert (translation.kind, translation.refused) == ("sft", {})
+    assert translation.settings[path].value == value
+    assert isinstance(settings_of(translation), SftSettings)
+
+
+def test_each_program_has_its_own_defaults() -> None:
+    old = translate(["-m", "verl.trainer.fsdp_sft_trainer", "trainer.total_training_steps=100"])
+    assert old.settings["optimizer.betas"].value == [0.9, 0.95]
+    assert old.settings["optimizer.warmup_updates"].value == 10
+    assert old.settings["data.prompt_column"].value == "question"
+    assert set(ENTRIES) >= {"verl.trainer.main_ppo", "verl.trainer.sft_trainer"}
+    assert translate(["model.partial_pretrain=m", "optim.lr=1e-5"]).kind == "sft"
+    assert set(SFT_DEFAULTS) <= known_keys("sft").closed
+    assert set(RL_DEFAULTS) <= known_keys("rl").closed
