@@ -144,6 +144,14 @@ def test_training_over_devices_is_refused_in_a_sentence(
     assert not (run / "runs").exists()
 
 
+def test_a_program_that_trains_is_refused_too(run: Path) -> None:
+    from meshloom.loop.train import run_training
+
+    spread = load_settings(TrainSettings, run / "run.yaml", ["cluster.devices_per_node=2"])
+    with pytest.raises(UserError, match="this version trains on one device; the plan shows 2 devices"):
+        run_training(spread, resume=False)
+
+
 def test_a_thousand_nodes_are_planned_within_a_second_and_200_mb(run: Path) -> None:
     """The best of three."""
     code = (

@@ -32,7 +32,6 @@ from meshloom.loop.validate import Validator
 from meshloom.loop.vllm import vllm_engine
 from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFolder, check_free
 from meshloom.plan.build import Plan, build_plan
-from meshloom.plan.device_checks import require_one_device
 from meshloom.plan.recompute import RECOMPUTED
 from meshloom.plan.report import plan_json, plan_text
 from meshloom.rewards.pool import RewardPool
@@ -128,8 +127,6 @@ def finish_plan(settings: S, num_prompts: int, device_memory: int | None) -> tup
     Raises:
         UserError: that lists everything that cannot work.
     """
-    if isinstance(settings, TrainSettings):
-        require_one_device(settings)
     plan = build_plan(settings, num_prompts, device_memory)
     plan.require()
     return plan, as_decided(settings, plan.recompute)

@@ -32,6 +32,7 @@ from meshloom.loop.rl import RLProgram, Roles
 from meshloom.loop.session import read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
+from meshloom.plan.device_checks import require_one_device
 from meshloom.rewards.pool import RewardPool
 from meshloom.train.ahead import CompileAhead
 from meshloom.train.load import check_model_folder, free_memory, load_tokenizer, pick_device
@@ -52,6 +53,7 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
         UserError: if the input is bad; nothing has been written then.
         RunFault: if the run stops itself.
     """
+    settings = require_one_device(settings)
     check_model_folder(settings.model.path)
     memory = free_memory(device := pick_device(settings.device))
     check_free(settings.run_dir, resume=resume)

@@ -112,7 +112,7 @@ def _meshes(layout: Layout) -> Iterator[str]:
         count = len(role.devices)
         mesh = "" if count == 1 else f" as {role.mesh}"
         yield f"{role.role:<{_LABEL}}{count:,} device{'' if count == 1 else 's'}{mesh}"
-        if role.sequence_mesh is not None:
+        if role.sequence_mesh is not None and role.replicas > 1:
             yield f"{'':<{_LABEL}}samples over {role.sequence_mesh}"
     if layout.idle:
         yield f"{'no role':<{_LABEL}}{len(layout.idle):,} devices"
