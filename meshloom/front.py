@@ -61,23 +61,16 @@ def get_trainer_config(
         UserError: if a size is below 1, the nodes do not share the devices evenly, the precision is unknown, or an override is
             wrong.
     """
-    sizes = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size, "sp_size": sp_size, "nodes": nodes}
-    for name, size in sizes.items():
-        if size < 1:
-            raise UserError(f"{name} is {size}", where="get_trainer_config", fix="give 1 or more")
+    _check_sizes(dp_size=dp_size, tp_size=tp_size, pp_size=pp_size, sp_size=sp_size, nodes=nodes)
     trained = dp_size * tp_size * pp_size * sp_size
     devices = trained if hybrid_engine else 2 * trained
-    if devices % nodes:
-        below, above = devices // nodes * nodes, -(-devices // nodes) * nodes
-        what = f"{devices} devices cannot be shared evenly by {nodes} nodes"
-        near = " or ".join(str(count) for count in (below, above) if count)
-        raise UserError(what, where="get_trainer_config", fix=f"choose sizes whose product is {near}, or other nodes")
+    each = _devices_of_a_node(devices, nodes)
     values = {
         "run_dir": str(run_dir),
         "model.path": str(model),
         "data.train.files": [str(name) for name in ([data] if isinstance(data, str | Path) else data)],
         "cluster.nodes": nodes,
-        "cluster.devices_per_node": devices // nodes,
+        "cluster.devices_per_node": each,
         "model.dtype": _dtype(mixed_precision),
         "model.gradient_checkpointing": "auto" if enable_recompute is None else enable_recompute,
         "parallel.rollout.tensor": tp_size,
@@ -89,10 +82,24 @@ def get_trainer_config(
             f"parallel.{role}.sequence": sp_size,
         }
     if not hybrid_engine:
-        values |= _split_placement(trained, devices // nodes, nodes)
+        values |= _split_placement(trained, each, nodes)
     return load_settings(
         TrainSettings, None, [*(f"{path}={json.dumps(it)}" for path, it in values.items()), *overrides]
     )
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"{name} is {size}", where="get_trainer_config", fix="give 1 or more")
+
+
+def _devices_of_a_node(devices: int, nodes: int) -> int:
+    if devices % nodes:
+        what = f"{devices} devices cannot be shared evenly by {nodes} nodes"
+        near = " or ".join(str(count) for count in (devices // nodes * nodes, -(-devices // nodes) * nodes) if count)
+        raise UserError(what, where="get_trainer_config", fix=f"choose sizes that need {near} devices, or other nodes")
+    return devices // nodes
 
 
 def _dtype(precision: bool | str | None) -> str:

@@ -216,6 +216,10 @@ def test_files_and_names_of_configurations_are_read(tmp_path: Path) -> None:
 def test_other_programs_are_refused_by_name() -> None:
     for module, said in (("verl.trainer.main_eval", "meshloom eval"), ("recipe.prime.main_prime", "programs that")):
         assert said in translate(["python3", "-m", module, GRPO]).refused[module]
+    assert '"$(cat run.sh)"' in translate(["bash", "run.sh"]).refused["run.sh"]
+    assert (
+        "model_engine" in translate([GRPO, "actor@actor_rollout_ref.actor=x"]).refused["actor@actor_rollout_ref.actor"]
+    )
     assert "neither an override" in translate(["-m", "verl.trainer.main_ppo", GRPO, "stray"]).refused["stray"]
 
 

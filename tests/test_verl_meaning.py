@@ -166,6 +166,7 @@ REFUSED = [
     (f"{ACTOR}.optim.lr_warmup_steps_ratio", "total_training_steps", [f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"]),
     (f"{ACTOR}.optim.lr", "not a number", [f"{ACTOR}.optim.lr=fast"]),
     ("data.train_batch_size", "not a whole number", ["data.train_batch_size=1.5"]),
+    ("data.train_batch_size", "not a whole number", ["data.train_batch_size=inf"]),
     ("data.shuffle", "neither true nor false", ["data.shuffle=maybe"]),
     (f"{ACTOR}.fsdp_config.dtype", "use bfloat16", [f"{ACTOR}.fsdp_config.dtype=float16"]),
     (f"{ROLLOUT}.multi_turn.enable", "not offered", [f"{ROLLOUT}.multi_turn.enable=True"]),

@@ -97,7 +97,11 @@ class Given:
     def add_override(self, override: str) -> None:
         """Take ``a.b=value``, ``+a.b=value``, ``++a.b=value``, ``~a.b`` or ``~a.b=value``."""
         name, equals, text = override.partition("=")
-        key = name.lstrip("+~").partition("@")[0].replace("/", ".")
+        key = name.lstrip("+~")
+        if "@" in key or "/" in key:
+            advice = "set model_engine, or the strategy of the role"
+            self.broken[key] = f"parts of verl's configuration are not chosen one by one; {advice}"
+            return
         if name.startswith("~"):
             self._add(key, None, f"{override} (removed)")
             return

@@ -4,6 +4,7 @@ Owns: the account. Refuses to know: verl's keys. Always holds: a key that was gi
 reason, or refused with a reason; a value of verl's own default says so.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +75,8 @@ class Sheet:
             number = None if value is None else float(value)
         except (TypeError, ValueError):
             number = float("nan")
-        if isinstance(value, bool) or (number is not None and (number != number or (kind is int and number % 1))):
+        fits = number is None or (math.isfinite(number) and not (kind is int and number % 1))
+        if isinstance(value, bool) or not fits:
             self.refuse(key, f"{shown(value)} is not a {'whole ' if kind is int else ''}number")
             fallback = self.defaults.get(key, default)
             return None if fallback is None else kind(fallback)

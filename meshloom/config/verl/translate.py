@@ -187,7 +187,9 @@ def _configuration(command: Command, given: Given, refused: dict[str, str]) -> d
         except (OSError, UnicodeDecodeError) as error:
             refused[str(file)] = f"the file of settings cannot be read: {error}; name it by its path"
     for word in command.other:
-        refused[word] = "this is neither an override a.b=value nor an option of verl; leave it out"
+        script = word.endswith(".sh")
+        fix = f'give the text of a script: --verl -- "$(cat {word})"' if script else "leave it out"
+        refused[word] = f"this is neither an override a.b=value nor an option of verl; {fix}"
     numbers = {"--nnodes": "trainer.nnodes", "--nproc-per-node": "trainer.n_gpus_per_node"}
     for option, key in numbers.items():
         if (value := command.launcher.get(option, "")).isdigit():
