@@ -17,11 +17,14 @@ import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import meshloom
 from meshloom.config.errors import RunFault, UserError
 from meshloom.config.settings import EvalSettings, RunSettings, SftSettings, TrainSettings
+
+if TYPE_CHECKING:
+    from meshloom.config.verl import Translation
 
 DONE, FAULT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -115,14 +118,8 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     if args.verl is not None:
-        from meshloom.from_verl import plan_verl
-
-        device = ["device=cuda"] if args.device_memory is not None else []
-        native = [*device, *args.settings, *_hardware(args, spread=True)]
-        shown = {"as_json": args.json, "verbose": args.verbose}
-        return plan_verl(args.verl, native, prompts=args.prompts, file=args.write, **shown)
+        return _plan_verl(args)
     from meshloom.config.kinds import kind_of
-    from meshloom.config.load import explain, flatten
 
     kind = _KINDS[args.kind] if args.kind else kind_of(*_split(args.settings))
     given = [*args.settings, *_hardware(args, spread=kind is TrainSettings)]
@@ -130,24 +127,60 @@ def _plan(args: argparse.Namespace) -> int:
     if args.device_memory is not None and settings.device == "auto":
         settings = _load(kind, [*given, "device=cuda"])
     names = {settings_kind: name for name, settings_kind in _KINDS.items()}
+    note = f"\nPlanned for `meshloom {names[kind]}` by its keys; --kind chooses otherwise."
+    return _show_plan(args, settings, note=note if args.kind is None else "")
+
+
+def _plan_verl(args: argparse.Namespace) -> int:
+    from meshloom.from_verl import read_verl, settings_of, tell_without_plan, write_settings
+
+    device = ["device=cuda"] if args.device_memory is not None else []
+    native = [*device, *args.settings, *_hardware(args)]
+    translation = read_verl(args.verl, native)
+    try:
+        settings = settings_of(translation, native)
+    except UserError as error:
+        tell_without_plan(translation, error, as_json=args.json)
+        return BAD_INPUT
+    if args.write is not None:
+        write_settings(args.write, settings)
+    return _show_plan(args, settings, translation=translation)
+
+
+def _show_plan(
+    args: argparse.Namespace,
+    settings: TrainSettings | SftSettings | EvalSettings,
+    *,
+    note: str = "",
+    translation: "Translation | None" = None,
+) -> int:
+    """Print a plan as the options ask for it, with the account of a verl command where it is one; the exit code."""
     from rich.console import Console
 
+    from meshloom.config.load import explain, flatten
     from meshloom.plan import build_plan
     from meshloom.plan.count import count_prompts
     from meshloom.plan.report import as_text, plan_json, print_explained, print_plan
     from meshloom.plan.worked import worked
 
     plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
+    if translation is not None:
+        from meshloom.from_verl import judged, print_translation
+
+        plan = judged(plan, translation)
 
     def show(console: Console) -> None:
+        if translation is not None:
+            print_translation(translation, console)
         if args.settings_too:
             print_explained(explain(settings), console)
         print_plan(plan, console, worked(plan.lines, flatten(settings)) if args.verbose else None)
-        if args.kind is None:
-            console.print(f"\nPlanned for `meshloom {names[kind]}` by its keys; --kind chooses otherwise.", style="dim")
+        if note:
+            console.print(note, style="dim")
 
     if args.json:
-        print(plan_json(plan))
+        more = {} if translation is None else {"verl": translation.as_json()}
+        print(json.dumps({**json.loads(plan_json(plan)), **more}, indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
         show(Console(highlight=False))
     else:

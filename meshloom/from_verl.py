@@ -8,7 +8,6 @@ key does not run, and says everything that is refused at once.
 import dataclasses
 import importlib.util
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,15 @@ from rich.text import Text
 from meshloom.config import yaml_text
 from meshloom.config.environment import verl_offload
 from meshloom.config.errors import UserError
-from meshloom.config.load import flatten, load_settings
+from meshloom.config.load import load_settings
 from meshloom.config.problems import Problem, require_none
 from meshloom.config.provenance import Provenance
 from meshloom.config.settings import SftSettings, SourceSettings, TrainSettings
 from meshloom.config.verl import Translation, translate
 from meshloom.config.verl.sheet import Native
-from meshloom.plan.build import Plan, build_plan
-from meshloom.plan.count import count_prompts, count_rows
-from meshloom.plan.report import as_text, plan_json, print_plan
-from meshloom.plan.worked import worked
+from meshloom.plan.build import Plan
+from meshloom.plan.count import count_rows
+from meshloom.plan.report import as_text
 from meshloom.verl_scores import default_score
 
 _REWARD = "reward.custom_reward_function.path"
@@ -161,8 +159,8 @@ def judged(plan: Plan, translation: Translation) -> Plan:
     """The plan with what the translation found."""
     return dataclasses.replace(
         plan,
-        problems=type(plan.problems)([*problems_of(translation), *plan.problems]),
-        warnings=type(plan.warnings)([*warnings_of(translation), *plan.warnings]),
+        problems=(*problems_of(translation), *plan.problems),
+        warnings=(*warnings_of(translation), *plan.warnings),
     )
 
 
@@ -266,58 +264,20 @@ def settings_to_run(
     return settings, goes_on(translation, settings.run_dir)
 
 
-def plan_verl(
-    words: Sequence[str],
-    native: Sequence[str],
-    *,
-    prompts: int | None = None,
-    as_json: bool = False,
-    verbose: bool = False,
-    file: Path | None = None,
-) -> int:
-    """Print what a verl command comes to; the exit code: 0 it can run, 2 it cannot.
+def tell_without_plan(translation: Translation, error: UserError, *, as_json: bool) -> None:
+    """Print what can be said where the settings themselves are refused.
 
     Args:
-        words: of the command.
-        native: overrides of ours, which win.
-        prompts: rows of the training data; none: counted.
-        as_json: the plan as JSON, with ``verl`` in it.
-        verbose: each derivation of the plan with its numbers.
-        file: where to write the settings, if anywhere.
+        error: why the settings are refused.
+        as_json: with the account of the keys in ``verl``, as with a plan.
 
     Raises:
-        UserError: if it is no command, or nothing can be planned; with ``as_json`` the latter is in the answer.
+        UserError: with everything that is refused, unless it is printed as JSON.
     """
-    translation = read_verl(words, native)
-    try:
-        settings = settings_of(translation, native)
-        plan = build_plan(settings, count_prompts(settings) if prompts is None else prompts)
-    except UserError as error:
-        return _without_plan(translation, error, as_json=as_json)
-    if file is not None:
-        write_settings(file, settings)
-    plan = judged(plan, translation)
-
-    def show(console: Console) -> None:
-        print_translation(translation, console)
-        print_plan(plan, console, worked(plan.lines, flatten(settings)) if verbose else None)
-
-    if as_json:
-        print(json.dumps({**json.loads(plan_json(plan)), "verl": translation.as_json()}, indent=2, ensure_ascii=False))
-    elif sys.stdout.isatty():
-        show(Console(highlight=False))
-    else:
-        print(as_text(show), end="")
-    return 2 if plan.problems else 0
-
-
-def _without_plan(translation: Translation, error: UserError, *, as_json: bool) -> int:
-    """What can be said where the settings themselves are refused."""
     found = [*problems_of(translation), Problem(code="V003", what=error.what, where=error.where, fix=error.fix)]
     if as_json:
         problems = [dataclasses.asdict(problem) for problem in found]
         print(json.dumps({"problems": problems, "verl": translation.as_json()}, indent=2, ensure_ascii=False))
-        return 2
+        return
     print(as_text(lambda console: print_translation(translation, console)), end="")
     require_none(found, "the verl command")
-    return 2

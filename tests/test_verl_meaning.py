@@ -1,11 +1,14 @@
 """What verl's keys mean in our settings, where that is not obvious; and that all of verl's keys are known."""
 
+import contextlib
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshloom.config.errors import UserError
 from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.config.verl import Translation, translate
 from meshloom.config.verl.defaults import ENTRIES, RL_DEFAULTS, SFT_DEFAULTS
@@ -287,6 +290,39 @@ def test_every_key_of_verl_has_a_rule(kind: str, first: str) -> None:
                 value,
             )
             assert found.refused.get(key) != FALLBACK, (key, value)
+
+
+ODD = (
+    "null",
+    "0",
+    "-1",
+    "2.5",
+    "x",
+    "",
+    "[a]",
+    "{}",
+    "{a:1}",
+    "inf",
+    "1e400",
+    "${a.b}",
+    "$A",
+    "[",
+    "megatron",
+    "cosine",
+)
+
+
+def test_whatever_is_written_each_key_is_accounted_for_once() -> None:
+    chance = random.Random(5)
+    for kind, entry, defaults in (("rl", "main_ppo", RL_DEFAULTS), ("sft", "sft_trainer", SFT_DEFAULTS)):
+        keys = [*sorted(known_keys(kind).closed | known_keys(kind).groups), *list(defaults) * 8]
+        for _ in range(120):
+            words = [f"{chance.choice(['', '+', '~'])}{key}={chance.choice(ODD)}" for key in chance.sample(keys, 12)]
+            found = translate(["-m", f"verl.trainer.{entry}", *words])
+            for key in (word.lstrip("+~").partition("=")[0] for word in words):
+                assert sum(key in account for account in (found.translated, found.ignored, found.refused)) == 1, words
+            with contextlib.suppress(UserError):
+                settings_of(found)
 
 
 SFT = [
