@@ -258,4 +258,5 @@ def test_every_word_of_a_command_is_in_one_part() -> None:
     assert command.environment == {"A": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
     assert command.launcher == {"--nnodes": "1", "--nproc-per-node": "8"}
     assert (command.overrides, command.files, command.other) == (["optim.lr=1"], ["a.yaml"], ["x"])
-    assert "CUDA_VISIBLE_DEVICES" in translate([text]).warnings
+    assert command.in_front == ["A", "CUDA_VISIBLE_DEVICES"]
+    assert "in front of meshloom" in translate([text]).ignored["CUDA_VISIBLE_DEVICES"]

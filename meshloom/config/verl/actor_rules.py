@@ -17,9 +17,9 @@ def batch_rules(sheet: Sheet) -> None:
     key = f"{ACTOR}.ppo_mini_batch_size"
     prompts, update = sheet.whole("data.train_batch_size") or 1, sheet.whole(key) or 1
     if update > prompts and key not in sheet.given.entries:
-        text = f"verl's default of {update} prompts an update is more than the {prompts} of a step: one update a step"
+        text = f"verl's default of {update} prompts an update is more than the {prompts} of a step, which verl refuses"
         sheet.set("batch.prompts_per_update", None, "data.train_batch_size")
-        sheet.warn(key, text)
+        sheet.warn(key, f"{text}; here it is one update a step")
     else:
         sheet.set("batch.prompts_per_update", update, key)
     sheet.set("batch.epochs_per_step", sheet.whole(f"{ACTOR}.ppo_epochs"), f"{ACTOR}.ppo_epochs")

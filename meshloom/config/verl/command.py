@@ -34,7 +34,8 @@ class Command:
     Args:
         module: ``verl.trainer.main_ppo``; empty if only overrides are given.
         overrides: each ``a.b=value``, with ``+``, ``++`` or ``~`` as given.
-        environment: assignments in front of the program.
+        environment: variables that the text assigns, in front of the program or before.
+        in_front: names of those in front of the program, which it would see.
         options: verl's own options, ``--config-name`` and the like, with their values.
         files: YAML files among the words.
         launcher: ``--nnodes`` and ``--nproc_per_node`` of torchrun.
@@ -44,6 +45,7 @@ class Command:
     module: str = ""
     overrides: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    in_front: list[str] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     launcher: dict[str, str] = field(default_factory=dict)
@@ -188,6 +190,7 @@ def _sorted_out(words: Sequence[str], environment: dict[str, str]) -> Command:
     program = any("=" not in word and not word.startswith("-") for word in rest[:40] if not word.startswith("~"))
     while rest and program and (match := ASSIGNMENT.fullmatch(rest[0])) and match[1] not in _GROUP_CHOICES:
         command.environment[match[1]] = match[2]
+        command.in_front.append(match[1])
         rest.pop(0)
     command.environment = {**environment, **command.environment}
     start = _program_ends(rest)

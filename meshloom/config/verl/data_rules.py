@@ -3,10 +3,12 @@
 Owns: their meaning here. Always holds: what changes the prompts, the answers or the score is translated or refused.
 """
 
-from meshloom.config.verl.sheet import Sheet
+from meshloom.config.verl.sheet import Native, Sheet
 
 MODEL = "actor_rollout_ref.model"
 _FUNCTION = "reward.custom_reward_function"
+_REWARD_DEADLINE_S = 300.0
+"""verl's own functions may take any time; one that asks a model takes more than our default."""
 
 
 def data_rules(sheet: Sheet) -> None:
@@ -134,6 +136,7 @@ def reward_rules(sheet: Sheet) -> None:
     if sheet.has(path):
         function = sheet.text(name) or "compute_score"
         sheet.set("reward.function", f"{sheet.text(path)}:{function}", path, name)
+        sheet.settings["reward.deadline_s"] = Native(value=_REWARD_DEADLINE_S, origin="verl's default is none")
         _function_arguments(sheet)
     else:
         why = "it is read only with reward.custom_reward_function.path"

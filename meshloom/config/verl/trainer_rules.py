@@ -1,6 +1,6 @@
 """verl's ``trainer`` keys: length of the run, checkpoints, validation, loggers, folder.
 
-Owns: their meaning here. Always holds: where verl would save or validate never, so does the run.
+Owns: their meaning here. Always holds: a run saves its last step, also where verl would never save.
 """
 
 from meshloom.config.verl.sheet import Sheet

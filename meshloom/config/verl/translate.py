@@ -224,6 +224,10 @@ def _result(command: Command, sheet: Sheet, refused: dict[str, str], kind: str) 
         for override in command.overrides
         if override.lstrip("+~").startswith("hydra.")
     }
+    in_front = [name for name in command.in_front if name not in (OFFLOAD_FOLDER, OFFLOAD_DEVICE)]
+    ignored |= dict.fromkeys(
+        in_front, "a command's environment is not set; where it matters, write it in front of meshloom"
+    )
     for typed, children in reversed(given.inside.items()):
         _account_for_mapping(typed, children, translated, ignored, refused)
     translated = {key: value for key, value in translated.items() if key not in refused}
@@ -234,7 +238,7 @@ def _result(command: Command, sheet: Sheet, refused: dict[str, str], kind: str) 
         translated=translated,
         ignored={key: value for key, value in ignored.items() if key not in refused and key not in translated},
         refused=refused,
-        warnings=_warnings(command, sheet),
+        warnings=sheet.warnings,
         resume=sheet.text("trainer.resume_mode") == "auto",
     )
 
@@ -253,11 +257,3 @@ def _account_for_mapping(
             account[typed] = "; ".join(dict.fromkeys(reasons))
             return
     ignored[typed] = "it is empty"
-
-
-def _warnings(command: Command, sheet: Sheet) -> dict[str, str]:
-    warnings = dict(sheet.warnings)
-    for name in command.environment:
-        if name == "CUDA_VISIBLE_DEVICES":
-            warnings[name] = "write it in front of meshloom: the command's own environment is not set"
-    return warnings
