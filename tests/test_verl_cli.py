@@ -328,3 +328,12 @@ def test_sizes_that_do_not_work_are_refused(sizes: dict[str, Any], said: str) ->
 
     with pytest.raises(UserError, match=said):
         get_trainer_config(**sizes)
+
+
+def test_a_verl_command_is_planned_without_torch() -> None:
+    heavy = "sorted({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    code = f"import sys; from meshloom.cli import main; main(['plan', '--verl', '--json', '--', sys.argv[1]]); print({heavy})"
+    text = COMMAND.replace("train.parquet", "rows.jsonl").replace("test.parquet", "rows.jsonl")
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows(8, "my/sums"))))
+    done = subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr

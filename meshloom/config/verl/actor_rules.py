@@ -49,13 +49,25 @@ def _microbatch(sheet: Sheet) -> None:
         samples, deciding = max(1, (sheet.whole(all_devices) or 1) // _replicas(sheet)), all_devices
     sheet.ignore(f"{deciding} decides", *[key for key in (each, all_devices) if key != deciding])
     if samples is None:
-        why = "verl refuses a command without it; here microbatches are bounded by tokens of one longest sample or more"
-        sheet.warn(each, why)
-        sheet.set("batch.tokens_per_microbatch", max(16384, longest_tokens(sheet)), each, dynamic)
+        _unbounded(sheet, each, dynamic)
         return
     sheet.set("batch.samples_per_microbatch", samples, deciding, dynamic)
-    bound = samples * longest_tokens(sheet)
-    sheet.set("batch.tokens_per_microbatch", bound, deciding)
+    sheet.set("batch.tokens_per_microbatch", samples * longest_tokens(sheet), deciding)
+
+
+def _unbounded(sheet: Sheet, each: str, dynamic: str) -> None:
+    """Microbatches where the update's own bound is not given: that of log-probs, or some tokens."""
+    others = [f"{role}.log_prob_micro_batch_size_per_gpu" for role in (ROLLOUT, REFERENCE)]
+    found = next((key for key in others if sheet.has(key)), "")
+    if found:
+        sheet.warn(each, f"verl refuses a command without it; here {found} bounds updates, too")
+        samples = sheet.whole(found) or 1
+        sheet.set("batch.samples_per_microbatch", samples, found, dynamic)
+        sheet.set("batch.tokens_per_microbatch", samples * longest_tokens(sheet), found)
+        return
+    why = "verl refuses a command without it; here microbatches are bounded by tokens of one longest sample or more"
+    sheet.warn(each, why)
+    sheet.set("batch.tokens_per_microbatch", max(16384, longest_tokens(sheet)), each, dynamic)
 
 
 def _replicas(sheet: Sheet) -> int:
@@ -69,7 +81,8 @@ def _log_prob_bounds(sheet: Sheet) -> None:
     why = "passes for log-probs are bounded as updates are (batch.tokens_per_microbatch); it never changes the result"
     for role in (ROLLOUT, REFERENCE):
         names = ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
-        sheet.ignore(why, *(f"{role}.log_prob_{name}" for name in names), f"{role}.micro_batch_size")
+        keys = [*(f"{role}.log_prob_{name}" for name in names), f"{role}.micro_batch_size"]
+        sheet.ignore(why, *sheet.open(keys))
 
 
 _LOSSES = {
