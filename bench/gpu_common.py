@@ -127,6 +127,12 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> float:
     return sorted(took)[len(took) // 2]
 
 
+def require_gpu(is_smoke_run: bool) -> None:
+    """Say so, where a measurement needs a GPU and there is none."""
+    if not is_smoke_run and not torch.cuda.is_available():
+        raise SystemExit("this needs a GPU; --tiny, without --idle, is a smoke run on any device")
+
+
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

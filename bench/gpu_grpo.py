@@ -12,12 +12,11 @@ each in a process of its own that gets the whole GPU. The first step is shown ap
 
 import argparse
 import json
-import math
 import shutil
 import statistics
 from dataclasses import replace
 
-from gpu_common import HERE, Budget, common_arguments, console, print_ratio, print_table, versions_line
+from gpu_common import HERE, Budget, common_arguments, console, print_ratio, print_table, require_gpu, versions_line
 from gpu_idle import RESULT, TRACED_STEP
 from gpu_models import Tail, prepared, questions, write_prompts
 from gpu_runs import SideRun, run_side
@@ -122,7 +121,7 @@ def print_ratios(out: Console, options: argparse.Namespace, runs: list[SideRun])
             print_ratio(out, name, by_tokens, f"response tokens a second of a step, ours ÷ {run.name}'s")
         print_ratio(out, name, step_seconds(run) / step_seconds(ours), f"seconds a step, {run.name}'s ÷ ours")
     if ours is not None and len(runs) == 1:
-        print_ratio(out, name, math.nan, "no peer was measured")
+        out.print(f"ratio ({name}): not measured, there was no peer")
 
 
 def main() -> None:
@@ -139,6 +138,7 @@ def main() -> None:
     parser.add_argument("--skip-ours", action="store_true")
     parser.add_argument("--idle", action="store_true", help="trace a step of ours (needs a GPU)")
     options = parser.parse_args()
+    require_gpu(options.tiny and not options.idle)
     if options.tiny:
         options.size = "tiny"
     out, budget = console(), Budget(options.budget_s)

@@ -18,7 +18,7 @@ import meshloom  # noqa: F401  sets the process up before torch is imported
 
 # isort: split
 import torch
-from gpu_common import console, print_ratio, print_table, seconds_of, versions_line
+from gpu_common import console, print_ratio, print_table, require_gpu, seconds_of, versions_line
 from gpu_models import SHAPES
 from gpu_train_pass import DEVICE, TINY_VOCABULARY, show_profile
 from torch import Tensor
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--chunk-mib", type=int, nargs="*", default=[], help="other chunk sizes, timed too")
     parser.add_argument("--profile", action="store_true", help="print the kernels of our forward and backward")
     given = parser.parse_args()
+    require_gpu(given.tiny)
     if given.tiny:
         given.size, given.tokens, given.at_once, given.repeats = "tiny", 512, 256, 3
     case, out = Case(given.size, given.tokens, given.at_once), console()

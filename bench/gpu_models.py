@@ -129,9 +129,10 @@ def prepared(work: Path, size: str, *, tokenizer: Path | None, mean_length: floa
     """A model's folder under a work folder, made in a process of its own so that this one never holds the GPU."""
     folder = work / (size if mean_length is None else f"{size}-tail{mean_length:g}")
     if size == "tiny":
-        return make_model(folder, size, tokenizer=tokenizer, mean_length=mean_length)
-    if tokenizer is None:
-        raise SystemExit("--tokenizer DIR is needed: a folder with the Qwen2 tokenizer")
+        return make_model(folder, size, tokenizer=None, mean_length=mean_length)
+    if tokenizer is None or not (tokenizer / TOKENIZER_FILES[0]).is_file():
+        given = "" if tokenizer is None else f", and {tokenizer} has no {TOKENIZER_FILES[0]}"
+        raise SystemExit(f"--tokenizer DIR is needed: a folder with the Qwen2 tokenizer{given}")
     more = [] if mean_length is None else ["--mean-length", str(mean_length)]
     subprocess.run([sys.executable, __file__, folder, size, "--tokenizer", tokenizer, *more], check=True)
     return folder

@@ -24,7 +24,7 @@ import meshloom  # noqa: F401  sets the process up before torch is imported
 
 # isort: split
 import torch
-from gpu_common import console, matrix_rate, print_ratio, print_table, synchronize, versions_line
+from gpu_common import console, matrix_rate, print_ratio, print_table, require_gpu, synchronize, versions_line
 from gpu_models import SHAPES
 from rich.console import Console
 from torch import Tensor
@@ -271,6 +271,7 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="with and without compiling")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one pass")
     given = parser.parse_args()
+    require_gpu(given.tiny)
     if given.tiny:
         given.size, given.tokens, given.length, given.prompt, given.repeats = ["tiny"], 256, 32, 8, 3
     out = console()

@@ -2,7 +2,7 @@
 
 Usage: python bench/grpo_models.py WORKLOAD FOLDER
 
-``lesson`` is the quickstart's small model, warmed with worked solutions, on the quickstart's problems. ``large`` and
+``lesson`` is the quickstart's small model, warmed with its examples, on the quickstart's problems. ``large`` and
 ``tiny`` have no training behind them: their weights are random, but for a few that decide how long a response gets, so
 that lengths are long-tailed from the first step and need no luck. Half of the vocabulary belongs to short responses,
 half to long ones; the prompt's last token leads to either with the same chance, and each token to one of its own half, or to
@@ -58,8 +58,8 @@ SHAPES = {
 
 def lesson(folder: Path) -> None:
     """The quickstart's model after some of its warm-up, and problems it has not seen."""
-    data = write_problems(folder / "data", seed=0, num_worked=4000, num_train=NUM_PROMPTS)
-    base = build_model(folder / "base", data.worked, seed=0)
+    data = write_problems(folder / "data", seed=0, num_examples=4000, num_train=NUM_PROMPTS)
+    base = build_model(folder / "base", data.examples, seed=0)
     write_settings(folder, base=base, warm=folder / "model", data=data, seed=0, small=True)
     run_sft(load_settings(SftSettings, folder / SFT_FILE, ["batch.steps=100"]), resume=False)
     export_model(folder / "sft", folder / "model")

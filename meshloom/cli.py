@@ -254,6 +254,9 @@ def _split(given: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The settings file, or that of a run folder, and the overrides."""
     names = [text for text in given if "=" not in text or Path(text).exists()]
     if len(names) > 1:
+        strangers = [name for name in names if not Path(name).exists() and not name.endswith((".yaml", ".yml"))]
+        if len(strangers) == len(names) - 1:
+            raise UserError(f"{strangers[0]} has no value", fix=f"{strangers[0]}=VALUE")
         raise UserError(f"more than one settings file: {', '.join(names)}", fix="overrides have the form a.b=c")
     file = Path(names[0]) if names else None
     if file is not None and file.is_dir():

@@ -35,7 +35,7 @@ def test_a_whole_step_is_measured_and_absent_peers_are_named(run) -> None:
     first, steps, seconds, tokens = float(cells[1]), int(cells[2]), float(cells[3]), cells[9]
     assert first > seconds > 0 and steps == 1
     assert tokens == str(2 * 2 * 48)
-    assert last_line(out).startswith("ratio (tiny, exact): nan")
+    assert last_line(out).startswith("ratio (tiny, exact): not measured")
 
 
 def test_the_engine_is_measured(run) -> None:

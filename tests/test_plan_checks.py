@@ -105,7 +105,7 @@ def test_what_cannot_work_is_refused(code: str, overrides: list[str], said: str)
         ("R004", ["rollout.sampling.min_p=0.05"]),
         ("R005", ["rollout.ignore_eos=true"]),
         ("B003", ["batch.prompts_per_step=1001"]),
-        ("O001", ["batch.steps=5", "optimizer.warmup_updates=5"]),
+        ("O001", ["batch.steps=5", "optimizer.warmup_updates=6"]),
         ("O002", ["optimizer.lr=0"]),
         ("O003", ["optimizer.min_lr_ratio=0.5"]),
         ("L001", ["model.lora.dropout=0.1"]),

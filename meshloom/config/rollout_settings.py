@@ -65,8 +65,8 @@ class RolloutSettings(Settings):
     max_sequences: Count = 512
     """Sequences decoded at once."""
     kv_cache_bytes: Count | None = None
-    """Bound on the bytes of the key-value cache. Default: on a GPU nine tenths of what is free when it generates, as far as it can be
-    used; on the processor a quarter of the free memory."""
+    """Bound on the bytes of the key-value cache. Default: on a GPU nine tenths of what is free when it generates, as far as it
+    can be used; on the processor a quarter of the free memory."""
     prefill_tokens: Count = 8192
     """Prompt tokens computed in one pass."""
     deadline_s: Positive = 3600.0

@@ -297,7 +297,7 @@ def _check_optimizer(found: Findings, settings: TrainSettings | SftSettings, num
         batch, steps = settings.batch, train_steps(settings, num_prompts)
         per_step = batch.prompts_per_step * batch.epochs_per_step / (batch.prompts_per_update or batch.prompts_per_step)
         total = None if steps is None else steps * per_step
-    if total is not None and warmup >= total:
+    if total is not None and warmup > total:
         what = f"the learning rate warms up for {warmup} updates, the run has {total:g}: it never reaches its peak"
         found.warn("O001", "optimizer.warmup_updates", what, fix="warm up for fewer updates, or train longer")
     if settings.optimizer.lr == 0:

@@ -69,7 +69,7 @@ def _first_rows(found: Findings, path: str, source: SourceSettings, settings: An
     """The first row of each file that can be read; what is missing altogether is refused elsewhere."""
     if source.dataset is not None and importlib.util.find_spec("datasets") is None:
         what = "a Hugging Face dataset needs the package datasets"
-        found.refuse("D003", f"{path}.dataset", what, fix='pip install "meshloom[datasets]"')
+        found.refuse("D003", f"{path}.dataset", what, fix='pip install datasets')
     firsts: list[_First] = []
     for name in source.files:
         file = Path(name)

