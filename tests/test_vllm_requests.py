@@ -65,5 +65,5 @@ def test_what_vllm_would_answer_otherwise_is_refused_with_numbers() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_the_error_says_what_to_install() -> None:
     check_engine(RolloutSettings())
-    with pytest.raises(UserError, match=r"meshloom\[vllm\]"):
+    with pytest.raises(UserError, match=r"vllm>=0.24"):
         check_engine(RolloutSettings(engine="vllm"))
