@@ -83,6 +83,23 @@ class Tail:
         return (1 - self.long_share) * short + self.long_share * long
 
 
+def config_of(shape: Shape, vocabulary: int, **tokens: int) -> Qwen2Config:
+    """The configuration of a shape."""
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=32768,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        **tokens,
+    )
+
+
 def make_model(
     folder: Path, size: str, *, tokenizer: Path | None, mean_length: float | None = None, seed: int = 0
 ) -> Path:
@@ -100,21 +117,8 @@ def make_model(
     aside = folder.with_name(f"{folder.name}.part{os.getpid()}")
     words = _tokenizer(aside, tokenizer)
     shape, device = SHAPES[size], "cuda" if torch.cuda.is_available() else "cpu"
-    config = Qwen2Config(
-        vocab_size=max(shape.vocabulary, len(words)),
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=32768,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-        bos_token_id=words.pad_token_id,
-        eos_token_id=words.eos_token_id,
-        pad_token_id=words.pad_token_id,
-    )
+    ends = {"bos_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
+    config = config_of(shape, max(shape.vocabulary, len(words)), **ends)
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -25,10 +25,10 @@ import meshloom  # noqa: F401  sets the process up before torch is imported
 # isort: split
 import torch
 from gpu_common import console, matrix_rate, print_ratio, print_table, require_gpu, synchronize, versions_line
-from gpu_models import SHAPES
+from gpu_models import SHAPES, config_of
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshloom.config.settings import ModelSettings, OptimizerSettings
 from meshloom.samples import Samples
@@ -60,16 +60,7 @@ class Measured:
 def build(size: str) -> PreTrainedModel:
     """A model of random weights on the device, in bfloat16 on a GPU."""
     shape = SHAPES[size]
-    config = Qwen2Config(
-        vocab_size=shape.vocabulary or TINY_VOCABULARY,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied,
-        rope_theta=1e6,
-    )
+    config = config_of(shape, shape.vocabulary or TINY_VOCABULARY)
     torch.manual_seed(0)
     with DEVICE:
         dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

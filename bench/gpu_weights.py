@@ -30,7 +30,7 @@ from gpu_common import (
     synchronize,
     versions_line,
 )
-from gpu_models import SHAPES
+from gpu_models import SHAPES, config_of
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from meshloom.config.settings import ModelSettings
@@ -68,27 +68,12 @@ class Seconds:
     wake: float
 
 
-def config_of(size: str) -> Qwen2Config:
-    if size == "tiny":
-        return TINY
-    shape = SHAPES[size]
-    return Qwen2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=32768,
-    )
-
-
 def trained(size: str, folder: Path) -> TrainedModel:
     """A model of random weights on the device; of the folder only the configuration is made."""
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    config = TINY if size == "tiny" else config_of(SHAPES[size], SHAPES[size].vocabulary)
     with DEVICE:
-        module = AutoModelForCausalLM.from_config(config_of(size), dtype=dtype)
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     module.config.save_pretrained(folder)
     use_layouts(module)
     return TrainedModel(module, ModelSettings(path=str(folder)), MicrobatchBound(4096), None)
