@@ -192,13 +192,16 @@ def _hardware(args: argparse.Namespace, *, spread: bool = True) -> list[str]:
     """The hardware that a plan is for, as overrides; several devices only for runs that can be spread over them."""
     from meshloom.plan.hardware_options import HardwareOptions
 
-    if not spread and (args.nodes or args.devices_per_node or args.device_map):
+    if not spread and (args.nodes or args.devices_per_node or args.device_map or args.device_kind):
         what = "only reinforcement learning is planned over several devices"
-        raise UserError(what, fix="leave out --nodes, --devices-per-node and --device-map, or give --kind train")
+        raise UserError(
+            what, fix="leave out --nodes, --devices-per-node, --device-kind and --device-map, or give --kind train"
+        )
     return HardwareOptions(
         nodes=args.nodes,
         devices_per_node=args.devices_per_node,
         device_memory=args.device_memory,
+        device_kind=args.device_kind,
         device_map=args.device_map,
     ).overrides()
 
@@ -304,6 +307,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help="plan for so many nodes (cluster.nodes)")
     parser.add_argument("--devices-per-node", type=int, metavar="K", help="with so many devices each")
     parser.add_argument("--device-memory", metavar="80GiB", help="and so much memory on each device")
+    parser.add_argument("--device-kind", metavar="h200", help="of this kind, for memory and time (cluster.device)")
     parser.add_argument("--device-map", metavar="MAP.yaml", help="devices and parallelism of each role (placement.map)")
     parser.add_argument("-v", "--verbose", action="store_true", help="each derivation with its numbers")
     parser.add_argument("--json", action="store_true", help="as JSON")

@@ -288,7 +288,7 @@ def test_a_lag_lets_rollout_and_training_work_at_once() -> None:
     )
     lines = list(sampled.lines())
     assert lines[0].value == pytest.approx(sum(float(line.value or 0) for line in lines[1:]), abs=1e-5)
-    assert lines[0].formula == "products + attention + launches + prompts"
+    assert lines[0].formula.endswith("% are launches; products + attention + launches + prompts")
 
 
 def test_the_cost_model_needs_no_torch() -> None:

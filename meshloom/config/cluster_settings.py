@@ -37,6 +37,8 @@ class ClusterSettings(Settings):
     several; then what this machine has, or, if it has none, as many as ``placement`` names."""
     node_names: tuple[str, ...] = ()
     """Names of the machines, as host names; ``gpu[01-16]`` names sixteen. Default: node1, node2, …"""
+    device: str | None = None
+    """Kind of the devices, such as ``h200`` or ``a100-40gb``, by which the plan knows their memory and estimates time."""
 
 
 class PlacementSettings(Settings):

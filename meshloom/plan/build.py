@@ -32,6 +32,8 @@ from meshloom.plan.memory import (
 )
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
+from meshloom.plan.outlook import Outlook, check_device_kind, is_incomplete, look_ahead, with_device_kind
+from meshloom.plan.parameters import UnknownFamily
 from meshloom.plan.placement import devices_of_machine
 from meshloom.plan.recompute import choose_recompute
 from meshloom.plan.spread import ledger_over_devices
@@ -104,6 +106,8 @@ def build_plan(
     together: tuple[str, ...] = ()
     over_devices: tuple[LedgerLine, ...] = ()
     if isinstance(settings, TrainSettings):
+        settings = with_device_kind(settings, device_memory)
+        device_memory = settings.device_memory_bytes or device_memory
         settings, layout, together, over_devices, found = _lay_out(settings, folder, num_prompts)
     else:
         found = check_settings(settings, num_prompts)
@@ -117,12 +121,8 @@ def build_plan(
         _check_positions(found, settings, folder)
         try:
             lines += _compute_lines(found, settings, folder)
-            if not isinstance(settings, EvalSettings):
-                chosen = choose_recompute(settings, folder, device_memory)
-                lines.append(chosen.line(settings.provenance.of("model.gradient_checkpointing")))
-                recompute = chosen.on
-            lines += (ledger := memory_ledger(settings, folder, recompute=recompute, device_memory=device_memory))
-            _check_memory(found, settings, {line.name: line.value for line in ledger}, recompute)
+            more, recompute = _memory_and_time(found, settings, layout, folder, device_memory)
+            lines += more
         except UnknownShape as error:
             found.warn("M002", "model.path", f"the plan has no memory ledger: {error}")
     if isinstance(settings, EvalSettings):
@@ -152,9 +152,54 @@ def _lay_out(
     laid_out = lay_out(settings, model, machine)
     found = check_settings(laid_out.settings, num_prompts)
     together = check_devices(found, laid_out, model, machine, num_prompts)
+    check_device_kind(found, laid_out.settings)
     several = laid_out.layout.topology.num_devices > 1
     lines = ledger_over_devices(laid_out.settings, laid_out.layout) if several else ()
     return laid_out.settings, laid_out.layout, together, lines, found
+
+
+def _memory_and_time(
+    found: Findings,
+    settings: TrainSettings | SftSettings | EvalSettings,
+    layout: Layout | None,
+    folder: ModelFolder,
+    device_memory: int | None,
+) -> tuple[list[LedgerLine], bool]:
+    """What the run holds and takes, and whether layers are recomputed. Over several devices the ledgers are those of each;
+    where these cannot be made, those of one device stand for them."""
+    ahead = _look_ahead(found, settings, layout, folder, device_memory)
+    several = ahead is not None and layout is not None and layout.topology.num_devices > 1
+    lines: list[LedgerLine] = []
+    recompute = settings.model.gradient_checkpointing is True
+    if not isinstance(settings, EvalSettings):
+        over = ahead.recompute if ahead is not None and several else None
+        chosen = over or choose_recompute(settings, folder, device_memory)
+        lines.append(chosen.line(settings.provenance.of("model.gradient_checkpointing")))
+        recompute = chosen.on
+    if ahead is None or not several:
+        lines += (ledger := memory_ledger(settings, folder, recompute=recompute, device_memory=device_memory))
+        if ahead is None or not ahead.tight:
+            _check_memory(found, settings, {line.name: line.value for line in ledger}, recompute)
+    else:
+        lines += ahead.memory
+    return lines + ([] if ahead is None else list(ahead.time)), recompute
+
+
+def _look_ahead(
+    found: Findings,
+    settings: TrainSettings | SftSettings | EvalSettings,
+    layout: Layout | None,
+    folder: ModelFolder,
+    device_memory: int | None,
+) -> Outlook | None:
+    """The outlook of a run that was laid out without fault; none for other runs, or where its model cannot be counted."""
+    if not isinstance(settings, TrainSettings) or layout is None or is_incomplete(settings, layout):
+        return None
+    try:
+        return look_ahead(found, settings, layout, folder, device_memory)
+    except UnknownFamily as error:
+        found.warn("M002", "model.path", f"the plan has no ledgers of memory and time over its devices: {error}")
+        return None
 
 
 def _read_model(settings: TrainSettings | SftSettings | EvalSettings) -> tuple[ModelFolder | None, UserError | None]:

@@ -134,6 +134,52 @@ def forecast(
         device_memory: bytes of a device; none for what its kind has.
     """
     constants, lengths = constants or Constants(), lengths or Lengths.most(settings)
+    memory = device_memory or cluster.device.memory_bytes
+    roles = count_roles(settings, model, layout, recompute=recompute, adapters=adapters, memory=memory)
+    groups = device_groups(layout, roles, memory)
+    phases = tuple(_phases(settings, layout, roles.models, roles.engine, lengths, cluster, constants))
+    offload = max((tuple(_offload(group, cluster, constants)) for group in groups), key=_total, default=())
+    return Forecast(
+        groups=groups,
+        phases=phases,
+        offload=offload,
+        lengths=lengths,
+        step_s=_step(settings, layout, phases, _total(offload), constants),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The roles of a run in numbers.
+
+    Args:
+        models: that compute log-probs, values, or are trained.
+        engine: a replica of the rollout engine; none if it could not be laid out.
+    """
+
+    models: Mapping[Role, ModelRole]
+    engine: EngineRole | None
+
+
+def count_roles(
+    settings: TrainSettings,
+    model: DecoderNumbers,
+    layout: Layout,
+    *,
+    recompute: bool,
+    adapters: int | None = None,
+    memory: int | None = None,
+) -> Roles:
+    """The roles of a run; a reward model, of which nothing is known, is not among them.
+
+    Args:
+        settings: of the run.
+        model: in numbers.
+        layout: where its roles are.
+        recompute: whether layers are recomputed in the backward pass.
+        adapters: parameters of adapters; none where all are trained.
+        memory: bytes of a device, which bound the engine's cache; none if that is not known.
+    """
     engine = engine_role(settings, layout, model)
     lent = engine is not None and not engine.own_weights
     models: dict[Role, ModelRole] = {
@@ -148,8 +194,7 @@ def forecast(
         for found in layout.roles
         if found.role not in (Role.ROLLOUT, Role.REWARD)
     }
-    memory = device_memory or cluster.device.memory_bytes
-    if engine is not None:
+    if engine is not None and memory is not None:
         others = [
             device_ledger([models[role] for role in shared.roles if role in models], [replace(engine, cache_bytes=0)])
             for shared in layout.shared
@@ -157,32 +202,29 @@ def forecast(
         ]
         taken = max((ledger.needed(Phase.GENERATE) for ledger in others), default=0)
         engine = with_room_for_cache(settings, engine, taken, memory)
-    groups = tuple(_groups(layout, models, engine, memory))
-    phases = tuple(_phases(settings, layout, models, engine, lengths, cluster, constants))
-    offload = max((tuple(_offload(group, cluster, constants)) for group in groups), key=_total, default=())
-    return Forecast(
-        groups=groups,
-        phases=phases,
-        offload=offload,
-        lengths=lengths,
-        step_s=_step(settings, layout, phases, _total(offload), constants),
-    )
+    return Roles(models=models, engine=engine)
 
 
 def _total(parts: tuple[Seconds, ...]) -> float:
     return sum(part.seconds for part in parts)
 
 
-def _groups(
-    layout: Layout, models: Mapping[Role, ModelRole], engine: EngineRole | None, memory: int
-) -> Iterator[Group]:
+def device_groups(layout: Layout, roles: Roles, memory: int | None) -> tuple[Group, ...]:
+    """Devices by what they hold, with the ledger of the fullest of each group.
+
+    Args:
+        layout: where the roles are.
+        roles: in numbers.
+        memory: bytes of a device; none if that is not known.
+    """
+    groups: list[Group] = []
     for shared in layout.shared:
         if shared.roles:
-            here = [models[role] for role in shared.roles if role in models]
-            engines = [engine] if engine is not None and Role.ROLLOUT in shared.roles else []
-            yield Group(
-                devices=shared.devices, roles=shared.roles, ledger=device_ledger(here, engines, memory_bytes=memory)
-            )
+            here = [roles.models[role] for role in shared.roles if role in roles.models]
+            engines = [roles.engine] if roles.engine is not None and Role.ROLLOUT in shared.roles else []
+            ledger = device_ledger(here, engines, memory_bytes=memory)
+            groups.append(Group(devices=shared.devices, roles=shared.roles, ledger=ledger))
+    return tuple(groups)
 
 
 def _offload(group: Group, cluster: Cluster, constants: Constants) -> Iterator[Seconds]:

@@ -120,6 +120,11 @@ def find_device(name: str) -> Device | None:
     return next((device for device in DEVICES if any(f" {known.upper()} " in words for known in device.known_as)), None)
 
 
+def names_of_devices() -> tuple[str, ...]:
+    """Names that a person may write for the known devices: ``h200``, ``a100-40gb``."""
+    return tuple(device.name.lower().replace(" ", "-") for device in DEVICES)
+
+
 def known_peak(name: str) -> float | None:
     """Operations a second of dense bfloat16 products, of a device by its name; none if it is not known."""
     device = find_device(name)

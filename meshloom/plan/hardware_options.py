@@ -29,6 +29,7 @@ class HardwareOptions:
     nodes: int | None = None
     devices_per_node: int | None = None
     device_memory: str | None = None
+    device_kind: str | None = None
     device_map: str | None = None
 
     def overrides(self) -> list[str]:
@@ -41,6 +42,7 @@ class HardwareOptions:
             "cluster.nodes": self.nodes,
             "cluster.devices_per_node": self.devices_per_node,
             "device_memory_bytes": None if self.device_memory is None else parse_bytes(self.device_memory),
+            "cluster.device": self.device_kind,
             "placement.map": self.device_map,
         }
         return [f"{path}={json.dumps(value)}" for path, value in values.items() if value is not None]

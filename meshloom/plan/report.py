@@ -22,6 +22,7 @@ from meshloom.plan.picture import draw
 _TEXT_COLUMNS = 150
 _UNLIMITED = 100_000
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_RATES = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
 
 
 def plan_text(plan: Plan) -> str:
@@ -111,6 +112,11 @@ def _value(line: LedgerLine) -> str:
         return "–"
     if isinstance(line.value, str):
         return line.value
+    if line.unit in _RATES:
+        divisor, unit = _RATES[line.unit]
+        return f"{line.value / divisor:,.4g} {unit}"
+    if line.unit == "s":
+        return f"{line.value:,.2f} s" if line.value >= 10 else f"{line.value:.3g} s"
     return format_bytes(line.value) if line.unit == "bytes" else f"{line.value:,} {line.unit}".rstrip()
 
 
@@ -118,6 +124,6 @@ def format_bytes(count: float) -> str:
     """Bytes in the largest unit that leaves at least 1."""
     units = iter(_UNITS)
     unit = next(units)
-    while count >= 1024 and unit != _UNITS[-1]:
+    while abs(count) >= 1024 and unit != _UNITS[-1]:
         count, unit = count / 1024, next(units)
     return f"{count:.0f} {unit}" if unit == _UNITS[0] else f"{count:,.2f} {unit}"

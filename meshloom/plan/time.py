@@ -26,6 +26,10 @@ _OPTIMIZER_BYTES = 46
 moments (28), rounding into the weights (6)."""
 
 
+UNMEASURED = "; over devices: nothing of this has been measured"
+"""Said of parts in which devices wait for each other."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
     """A part of a phase.
@@ -34,11 +38,13 @@ class Seconds:
         name: what takes them.
         seconds: how many.
         formula: how they follow.
+        over_devices: whether devices wait for each other in it, which the constants of one device say little about.
     """
 
     name: str
     seconds: float
     formula: str
+    over_devices: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +67,18 @@ class PhaseTime:
 
     def lines(self) -> Iterator[LedgerLine]:
         """The phase, and its parts."""
-        names = " + ".join(part.name for part in self.parts)
-        yield _line(f"{self.role}: {self.phase}", self.seconds, names)
+        yield _line(f"{self.role}: {self.phase}", self.seconds, self._bound())
         for part in self.parts:
-            yield _line(f"{self.role}: {self.phase}: {part.name}", part.seconds, part.formula)
+            formula = part.formula + (UNMEASURED if part.over_devices else "")
+            yield _line(f"{self.role}: {self.phase}: {part.name}", part.seconds, formula)
+
+    def _bound(self) -> str:
+        """What the phase is made of, and what takes most of it."""
+        if not self.seconds:
+            return "nothing to do"
+        most = max(self.parts, key=lambda part: part.seconds)
+        names = " + ".join(part.name for part in self.parts)
+        return f"{most.seconds / self.seconds:.0%} are {most.name}; {names}"
 
 
 def _line(name: str, value: float, formula: str) -> LedgerLine:
@@ -128,7 +142,7 @@ def decode_step(
             * len(model.layers)
             * _all_reduce(rows * model.hidden * engine.width, engine.tensor, 1, cluster, constants)
         )
-        parts.append(Seconds(name="sums", seconds=summed, formula="2 all-reduces a layer"))
+        parts.append(Seconds(name="sums", seconds=summed, formula="2 all-reduces a layer", over_devices=True))
     return tuple(parts)
 
 
@@ -188,7 +202,7 @@ def update_time(role: ModelRole, work: Work, cluster: Cluster, constants: Consta
         stride = role.cut.shards * role.cut.tensor
         seconds = updates * _all_reduce(trained * 4, role.cut.replicate, stride, cluster, constants)
         formula = f"{updates} × gradients in float32 over {role.cut.replicate} replicas"
-        parts.append(Seconds(name="sums over replicas", seconds=seconds, formula=formula))
+        parts.append(Seconds(name="sums over replicas", seconds=seconds, formula=formula, over_devices=True))
     return PhaseTime(phase=Phase.UPDATE, role=role.name, parts=tuple(parts))
 
 
@@ -220,12 +234,15 @@ def _passes(
         exchanged = count * _exchange(role, part, cluster, constants, backward=backward)
         exposed = max(0.0, exchanged - constants.hidden_part * busy)
         formula = f"{exchanged:.3f} s of gathering and scattering, less what hides behind {constants.hidden_part:g} of the pass"
-        yield Seconds(name="shards", seconds=exposed, formula=formula)
+        yield Seconds(name="shards", seconds=exposed, formula=formula, over_devices=True)
     if cut.pipeline > 1:
         whole = busy + sum(each.seconds for each in inside)
         bubble = whole * (cut.pipeline - 1) * updates / count
         yield Seconds(
-            name="empty stages", seconds=bubble, formula=f"({cut.pipeline} stages − 1) ÷ microbatches of an update"
+            name="empty stages",
+            seconds=bubble,
+            formula=f"({cut.pipeline} stages − 1) ÷ microbatches of an update",
+            over_devices=True,
         )
 
 
@@ -289,6 +306,7 @@ def _collectives_inside(
             name="sums of tensor parallelism",
             seconds=seconds,
             formula=f"2 all-reduces a layer and pass: {moved / 1e9:,.1f} GB",
+            over_devices=True,
         )
     if cut.sequence > 1:
         widths = model.query_width + model.value_width + 2 * model.key_value_width
@@ -298,6 +316,7 @@ def _collectives_inside(
             name="exchanges of sequences",
             seconds=seconds,
             formula=f"4 all-to-alls a layer and pass: {moved / 1e9:,.1f} GB",
+            over_devices=True,
         )
 
 
@@ -343,7 +362,8 @@ def movement_time(
         rate, how = cluster.link(devices, 1, constants), "gathered from all devices"
     else:
         rate, how = cluster.device.memory_bandwidth * constants.memory_share / 2, "copied on the device"
-    part = Seconds(name="weights", seconds=count / rate, formula=f"{count / 1e9:,.2f} GB, {how}")
+    formula = f"{count / 1e9:,.2f} GB, {how}"
+    part = Seconds(name="weights", seconds=count / rate, formula=formula, over_devices=apart or devices > 1)
     return PhaseTime(phase=Phase.SYNC, role=engine.name, parts=(part,))
 
 

@@ -24,7 +24,7 @@ def worked(lines: Sequence[LedgerLine], settings: Mapping[str, Any]) -> dict[tup
     values = {line.name: line.value for line in lines} | dict(settings)
     texts = {name: text for name, value in values.items() if (text := _text(value))}
     names = "|".join(re.escape(name) for name in sorted(texts, key=len, reverse=True))
-    pattern = re.compile(rf"(?<![\w.])(?:{names})(?![\w.])")
+    pattern = re.compile(rf"(?<![\w.])(?<!\d )(?:{names})(?![\w.])")
     found: dict[tuple[str, str], str] = {}
     for line in lines:
         formula, count = pattern.subn(lambda match: texts[match[0]], line.formula) if texts else (line.formula, 0)

@@ -1,0 +1,273 @@
+"""Memory and time of a run on its devices, as lines and refusals of its plan.
+
+Owns: when they are shown, and what is said where a device does not hold its roles. Refuses to know: formulas of bytes and
+seconds. Always holds: time is said to be an estimate, with what it takes for granted; a device that holds more than it has is
+refused.
+
+Codes: T004 an unknown kind of device, T005 a kind that nothing uses, M007 a device that holds more than it has, M008 one that
+is likely too small.
+"""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from meshloom.config.problems import Problem
+from meshloom.config.settings import TrainSettings
+from meshloom.plan.checks import Findings
+from meshloom.plan.constants import Constants
+from meshloom.plan.faults import shortened, with_values
+from meshloom.plan.fitting import GIB, Case, Look, changes_that_fit, where_else
+from meshloom.plan.forecast import Group
+from meshloom.plan.hardware import find_device, names_of_devices
+from meshloom.plan.layout import Layout
+from meshloom.plan.ledger import DERIVED, LedgerLine
+from meshloom.plan.memory import on_gpu, trainable_parameters
+from meshloom.plan.meshes import Divisible
+from meshloom.plan.model_folder import ModelFolder
+from meshloom.plan.parameters import count_parameters
+from meshloom.plan.placement import Role, devices_of_machine, roles_of
+from meshloom.plan.recompute import Recompute
+from meshloom.plan.residency import Phase
+
+_KIND = "cluster.device"
+_NAMED = 4
+"""Stretches of devices that a title names."""
+
+
+class _Lack(IntEnum):
+    """How far devices do not hold their roles."""
+
+    NOTHING = 0
+    MARGIN = 1
+    ALL = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What a plan says of a run's devices.
+
+    Args:
+        recompute: what recompute comes to over these devices.
+        memory: lines of each group of devices.
+        time: lines of the step, and assumptions.
+        tight: whether a device holds more than it has, or is likely too small.
+    """
+
+    recompute: Recompute
+    memory: tuple[LedgerLine, ...]
+    time: tuple[LedgerLine, ...]
+    tight: bool
+
+
+def with_device_kind(settings: TrainSettings, device_memory: int | None) -> TrainSettings:
+    """The settings with what the kind of the devices says: that they are GPUs, and how much memory they have.
+
+    Args:
+        settings: of the run.
+        device_memory: bytes that were found on the device, which count before what its kind has; none if it was not asked.
+    """
+    device = None if settings.cluster.device is None else find_device(settings.cluster.device)
+    origin = f"{_KIND}, {settings.provenance.of(_KIND)}"
+    if settings.cluster.device is not None and settings.device == "auto":
+        settings = with_values(settings, {"device": "cuda"}, origin)
+    if device is None:
+        return settings
+    origin = f"{device.name}: {origin}"
+    if settings.device_memory_bytes is None and device_memory is None and on_gpu(settings.device):
+        settings = with_values(settings, {"device_memory_bytes": device.memory_bytes}, origin)
+    return settings
+
+
+def check_device_kind(found: Findings, settings: TrainSettings) -> None:
+    """Refuse a kind of device that is not known; warn of one that nothing uses."""
+    name = settings.cluster.device
+    if name is None:
+        return
+    if find_device(name) is None:
+        known = names_of_devices()
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        fix = f"{f'did you mean {near[0]}? ' if near else ''}known: {', '.join(known)}"
+        what = f"{_KIND} knows no {name!r}"
+        found.refuse("T004", _KIND, what, fix=f"{fix}; or leave it out and give device_memory_bytes")
+    elif not on_gpu(settings.device):
+        found.warn("T005", _KIND, f"{_KIND} is not used, as device is {settings.device}", fix="set device=cuda")
+
+
+def look_ahead(
+    found: Findings, settings: TrainSettings, layout: Layout, folder: ModelFolder, device_memory: int | None
+) -> Outlook | None:
+    """Memory and time of a run that is laid out, and refusals where it does not fit; none where nothing is known of them:
+    the run is on one device of which the kind is not given.
+
+    Args:
+        found: takes refusals and warnings.
+        settings: of the run, with what its device map and the kind of its devices say.
+        layout: of its roles.
+        folder: its model.
+        device_memory: bytes of a GPU; none if that is not known.
+
+    Raises:
+        UnknownFamily: if the model's parameters cannot be counted by its config.json.
+    """
+    gpu = on_gpu(settings.device)
+    device = find_device(settings.cluster.device) if settings.cluster.device is not None and gpu else None
+    if device is None and layout.topology.num_devices == 1:
+        return None
+    case = Case(
+        settings=settings,
+        model=count_parameters(folder.config),
+        divisible=Divisible.of(folder.text_config),
+        adapters=None if settings.model.lora is None else trainable_parameters(settings, folder),
+        memory=device_memory if gpu else None,
+        device=device,
+        machine=devices_of_machine(),
+    )
+    look = case.look({})
+    held = (line for group in look.groups for line in _memory_lines(look, group))
+    lacks = _check_memory(found, look)
+    return Outlook(
+        recompute=_recompute(look),
+        memory=(*_common_lines(look), *held),
+        time=tuple(_time_lines(look, fits=lacks is not _Lack.ALL)),
+        tight=lacks is not _Lack.NOTHING,
+    )
+
+
+def is_incomplete(settings: TrainSettings, layout: Layout) -> bool:
+    """Whether a role could not be laid out."""
+    return any(layout.role(role) is None for role in roles_of(settings))
+
+
+def _recompute(look: Look) -> Recompute:
+    given = look.settings.model.gradient_checkpointing
+    if given != "auto":
+        return Recompute(on=given, is_open=False, formula="each layer, in the backward pass, as given")
+    if look.case.memory is None:
+        formula = "auto: follows from the devices' memory (device_memory_bytes, cluster.device)"
+        return Recompute(on=False, is_open=True, formula=formula)
+    words = "does not fit" if look.recompute else "fits"
+    formula = f"auto: without it, an update {words} in the {look.case.memory / GIB:,.1f} GiB of a device"
+    return Recompute(on=look.recompute, is_open=False, formula=formula)
+
+
+def _names(look: Look, group: Group) -> str:
+    """The devices of a group, in short."""
+    entries = look.layout.topology.entries(group.devices)
+    return ", ".join(entries[:_NAMED]) + (", …" if len(entries) > _NAMED else "")
+
+
+def _common_lines(look: Look) -> Iterator[LedgerLine]:
+    """Numbers that the formulas of all groups begin with, where they are the same for all roles."""
+    tokens = look.case.tokens_at_once(look)
+    if look.layout.role(Role.CRITIC) is None:
+        formula = "counted by config.json"
+        count = look.case.model.total
+        yield LedgerLine(section="memory", name="parameters", value=count, formula=formula, source="model.path")
+    if len(tokens) == 1:
+        formula = "min(batch.tokens_per_microbatch, longest samples of an update); of each sequence's devices together"
+        origin = look.settings.provenance.of("batch.tokens_per_microbatch")
+        value = next(iter(tokens))
+        yield LedgerLine(
+            section="memory", name="tokens at once", value=value, formula=formula, source=origin, unit="tokens"
+        )
+    if (adapters := look.case.adapters) is not None:
+        formula = "Σ rank × (inputs + outputs) over the layers with adapters"
+        yield LedgerLine(
+            section="memory", name="trained parameters", value=adapters, formula=formula, source="model.path"
+        )
+
+
+def _memory_lines(look: Look, group: Group) -> Iterator[LedgerLine]:
+    ledger = group.ledger
+    section = f"memory of each of {_names(look, group)} ({', '.join(group.roles)})"
+    for line in ledger.lines():
+        yield replace(line, section=section)
+    phase, count = ledger.peak
+    yield _bytes(section, "peak", count, f"in {phase}, the phase that holds most")
+    if ledger.memory_bytes is not None:
+        yield _bytes(section, "memory of a device", ledger.memory_bytes, "device_memory_bytes", _origin(look))
+    for place, count in where_else(group):
+        yield _bytes(section, f"kept on the {place}", count, "for this device, while it is not needed")
+
+
+def _origin(look: Look) -> str:
+    """Where the memory of a device is known from."""
+    given = look.settings.device_memory_bytes is not None
+    return look.settings.provenance.of("device_memory_bytes") if given else "free on this GPU"
+
+
+def _where(look: Look, group: Group) -> str:
+    return f"on each of {_names(look, group)}: " if look.layout.topology.num_devices > 1 else ""
+
+
+def _bytes(section: str, name: str, value: int, formula: str, source: str = DERIVED) -> LedgerLine:
+    return LedgerLine(section=section, name=name, value=value, formula=formula, source=source, unit="bytes")
+
+
+def _time_lines(look: Look, *, fits: bool) -> Iterator[LedgerLine]:
+    several = look.layout.topology.num_devices > 1
+    if not fits:
+        formula = "nothing is estimated for a run that its devices do not hold"
+        yield LedgerLine(section="time", name="basis", value=None, formula=formula, source=DERIVED)
+        return
+    if look.forecast is None or look.cluster is None:
+        formula = f"needs the kind of the devices: {_KIND} or --device-kind, such as h200"
+        yield LedgerLine(section="time", name="basis", value=None, formula=formula, source=DERIVED)
+        return
+    formula = "an estimate from constants measured on one H200, as if every sample were the longest"
+    if several:
+        formula += "; what goes over several devices rests on assumptions that are not measured"
+    yield LedgerLine(section="time", name="basis", value="estimate", formula=formula, source=DERIVED)
+    yield from look.forecast.lines(look.cluster, Constants())
+    if look.layout.role(Role.REWARD) is not None:
+        formula = "neither its memory nor its time: its model is not known to the plan"
+        yield LedgerLine(
+            section="assumptions", name="reward model", value="not counted", formula=formula, source=DERIVED
+        )
+
+
+def _check_memory(found: Findings, look: Look) -> _Lack:
+    """Refuse groups of devices that hold more than they have; warn of those without room for what comes on top."""
+    lacks = _Lack.NOTHING
+    for group in look.groups:
+        ledger, has = group.ledger, look.case.memory
+        if has is None or group.roles not in look.lacking():
+            continue
+        phase = max(Phase, key=ledger.needed)
+        held, over = ledger.held(phase), ledger.held(phase) > has
+        lacks = _Lack.ALL if over else max(lacks, _Lack.MARGIN)
+        suggestions = changes_that_fit(look, group)
+        if over:
+            what = f"{_busiest(group, phase)}: {phase} holds {held / GIB:,.1f} GiB on a device of {has / GIB:,.1f} GiB"
+        else:
+            needed = f"{ledger.needed(phase) / GIB:,.1f} GiB with libraries and fragmentation"
+            what = f"{_busiest(group, phase)}: {phase} needs {needed}, a device has {has / GIB:,.1f} GiB"
+        fixes = [f"{shortened(' '.join(each.change))} ({each.price})" for each in suggestions]
+        problem = Problem(
+            code="M007" if over else "M008",
+            what=what,
+            where=f"device_memory_bytes ({_origin(look)})",
+            why=f"{_where(look, group)}{_largest(group, phase)}",
+            fix=", or ".join(fixes) or "no change of microbatch, recompute, sharding, offload or devices is enough",
+            suggestions=tuple(each.change for each in suggestions),
+        )
+        (found.problems if over else found.warnings).append(problem)
+    return lacks
+
+
+def _busiest(group: Group, phase: Phase) -> str:
+    """The role that holds most of what lives in a phase alone; where there is none, that holds most."""
+    here = [holding for holding in group.ledger.holdings if phase in holding.phases]
+    own = [holding for holding in here if len(holding.phases) == 1] or here
+    sums = {holding.role: 0 for holding in own}
+    for holding in own:
+        sums[holding.role] += holding.bytes
+    return max(sums, key=lambda role: sums[role])
+
+
+def _largest(group: Group, phase: Phase) -> str:
+    """What takes most in a phase."""
+    here = sorted((held for held in group.ledger.holdings if phase in held.phases), key=lambda held: -held.bytes)
+    return ", ".join(f"{held.role}: {held.name} {held.bytes / GIB:,.1f} GiB" for held in here[:4] if held.bytes)
