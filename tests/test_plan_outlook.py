@@ -129,6 +129,8 @@ CASES: list[tuple[str, list[str]]] = [
     ("Qwen2.5-32B", [EIGHT, "device=cuda", "device_memory_bytes=85899345920", "algorithm.kl=loss"]),
     ("Qwen2.5-32B", [EIGHT, "cluster.device=h100", "parallel.rollout.tensor=4", "algorithm.kl=loss"]),
     ("Llama-3.1-70B", [EIGHT, "cluster.device=h100"]),
+    ("Qwen2.5-7B", [EIGHT, "cluster.device=h100", "placement.critic=[0,1]"]),
+    ("Qwen2.5-7B", [EIGHT, "cluster.device=h100", "placement.actor=[0,1]", "cluster.nodes=1"]),
     ("Qwen3-30B-A3B", [EIGHT, "cluster.device=h100", "cluster.nodes=2"]),
 ]  # fmt: skip
 
@@ -164,6 +166,14 @@ def test_the_cheapest_change_comes_first_with_its_price(tmp_path: Path) -> None:
     assert found.value("basis") is None and "step" not in [line.name for line in found.lines]
     kinds = plan(path, EIGHT, "device=cuda", f"device_memory_bytes={2**33 * 10}", *big)
     assert kinds.problems[0].suggestions[0] == first and "a step of" not in kinds.problems[0].fix
+
+
+def test_nothing_is_counted_of_roles_that_cannot_be_laid_out(tmp_path: Path) -> None:
+    """The ledger of one device used to stand there, with its warnings."""
+    found = plan(public(tmp_path, "Qwen2.5-7B"), EIGHT, "cluster.device=h100", "parallel.actor.tensor=3")
+    assert [line.name for line in found.lines if line.section == "memory"] == ["basis"]
+    assert "time" not in sections(found)
+    assert not [warning for warning in found.warnings if warning.code.startswith("M")]
 
 
 def test_auto_recomputes_where_an_update_does_not_fit_over_these_devices(tmp_path: Path) -> None:

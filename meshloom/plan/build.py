@@ -32,7 +32,14 @@ from meshloom.plan.memory import (
 )
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
-from meshloom.plan.outlook import Outlook, check_device_kind, is_incomplete, look_ahead, with_device_kind
+from meshloom.plan.outlook import (
+    Outlook,
+    check_device_kind,
+    is_incomplete,
+    look_ahead,
+    nothing_counted,
+    with_device_kind,
+)
 from meshloom.plan.parameters import UnknownFamily
 from meshloom.plan.placement import devices_of_machine
 from meshloom.plan.recompute import choose_recompute
@@ -167,10 +174,14 @@ def _memory_and_time(
 ) -> tuple[list[LedgerLine], bool]:
     """What the run holds and takes, and whether layers are recomputed. Over several devices the ledgers are those of each;
     where these cannot be made, those of one device stand for them."""
+    recompute, over_devices = settings.model.gradient_checkpointing is True, False
+    if isinstance(settings, TrainSettings) and layout is not None:
+        over_devices = layout.topology.num_devices > 1
+        if over_devices and is_incomplete(settings, layout):
+            return [nothing_counted()], recompute
     ahead = _look_ahead(found, settings, layout, folder, device_memory)
-    several = ahead is not None and layout is not None and layout.topology.num_devices > 1
+    several = ahead is not None and over_devices
     lines: list[LedgerLine] = []
-    recompute = settings.model.gradient_checkpointing is True
     if not isinstance(settings, EvalSettings):
         over = ahead.recompute if ahead is not None and several else None
         chosen = over or choose_recompute(settings, folder, device_memory)

@@ -186,11 +186,12 @@ class _Search:
         return self._seen[key]
 
     def lacks(self, change: Change) -> int | None:
-        """Bytes that the group still lacks; none if the change makes something else wrong."""
+        """Bytes that the group still lacks; none if the change makes something else wrong. Where no devices have these very
+        roles any more, none of the others may lack anything."""
         after = self.look(change)
         lacking, known = after.lacking(), self.before.lacking()
         worse = any(count > known.get(roles, 0) for roles, count in lacking.items() if roles != self.roles)
-        if worse or not after.wrong <= self.before.wrong or self.roles not in {found.roles for found in after.groups}:
+        if worse or not after.wrong <= self.before.wrong:
             return None
         return lacking.get(self.roles, 0)
 
@@ -299,10 +300,15 @@ def _microbatches(settings: TrainSettings) -> Iterator[Change]:
 
 
 def _shardings(before: Look, roles: tuple[Role, ...]) -> Iterator[Change]:
-    """Shards over all devices; the engine's layers over more; sequences, then layers, of the models over more."""
+    """Roles over all devices; shards over all of a role's; the engine's layers over more; sequences, then layers, of the
+    models over more."""
     parallel = before.settings.parallel
     groups = {Role.ACTOR: parallel.actor, Role.REFERENCE: parallel.reference, Role.CRITIC: parallel.critic}
     here = {role: groups[role] for role in roles if role in groups}
+    topology, given = before.layout.topology, placements(before.settings)
+    names = topology.entries(topology.all_devices)
+    everywhere = tuple(int(name) if name.isdecimal() else name for name in names)
+    yield from ({f"placement.{role}": everywhere} for role in here if given[role] not in ("all", everywhere))
     whole = {f"parallel.{role}.fsdp_size": None for role, group in here.items() if group.fsdp_size is not None}
     if whole:
         yield whole

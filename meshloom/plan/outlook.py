@@ -140,6 +140,12 @@ def is_incomplete(settings: TrainSettings, layout: Layout) -> bool:
     return any(layout.role(role) is None for role in roles_of(settings))
 
 
+def nothing_counted() -> LedgerLine:
+    """In place of a memory ledger where a role could not be laid out."""
+    formula = "counted when all roles can be laid out"
+    return LedgerLine(section="memory", name="basis", value=None, formula=formula, source=DERIVED)
+
+
 def _recompute(look: Look) -> Recompute:
     given = look.settings.model.gradient_checkpointing
     if given != "auto":
