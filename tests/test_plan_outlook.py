@@ -168,6 +168,15 @@ def test_the_cheapest_change_comes_first_with_its_price(tmp_path: Path) -> None:
     assert kinds.problems[0].suggestions[0] == first and "a step of" not in kinds.problems[0].fix
 
 
+def test_changes_are_joined_where_each_helps_another_phase(tmp_path: Path) -> None:
+    """A smaller microbatch used to be passed over as long as another phase lacked more."""
+    given = (EIGHT, "cluster.nodes=64", "cluster.device=l4", "parallel.actor.pipeline=8", "batch.prompts_per_step=512")
+    (problem,) = plan(public(tmp_path, "Llama-3.1-70B"), *given).problems
+    joined = {change.partition("=")[0] for change in problem.suggestions[0]}
+    assert {"batch.tokens_per_microbatch", "parallel.rollout.tensor"} <= joined
+    assert not any(path.startswith("cluster.") for path in joined)
+
+
 def test_nothing_is_counted_of_roles_that_cannot_be_laid_out(tmp_path: Path) -> None:
     """The ledger of one device used to stand there, with its warnings."""
     found = plan(public(tmp_path, "Qwen2.5-7B"), EIGHT, "cluster.device=h100", "parallel.actor.tensor=3")

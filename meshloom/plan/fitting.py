@@ -133,9 +133,12 @@ class Look:
         return all((group.ledger.margin(Phase.GENERATE) or 0) >= 0 for group in self.groups)
 
     def lacking(self) -> dict[tuple[Role, ...], int]:
-        """Bytes that each group of devices lacks, by its roles; without those that have enough."""
-        least = {group.roles: min(group.ledger.margin(phase) or 0 for phase in Phase) for group in self.groups}
-        return {roles: -margin for roles, margin in least.items() if margin < 0}
+        """Bytes that each group of devices lacks, by its roles, added up over phases, so that what helps one of them counts;
+        without groups that have enough."""
+        short = {
+            group.roles: sum(max(0, -(group.ledger.margin(phase) or 0)) for phase in Phase) for group in self.groups
+        }
+        return {roles: count for roles, count in short.items() if count}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +242,7 @@ class _Search:
             for move in moves(group.ledger.holdings)
         )
         if moved:
-            parts.append(f"{moved / GIB:,.1f} GiB to and from the host a step and device")
+            parts.append(f"{moved / GIB:,.1f} GiB that offload moves a step and device")
         if after.forecast is not None and self.before.forecast is not None:
             parts.append(f"a step of about {after.forecast.step_s:.3g} s")
             # A run that has no room for its cache generates one sequence at a time: there is nothing to compare with.
