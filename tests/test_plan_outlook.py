@@ -262,3 +262,19 @@ def test_the_outlook_is_light() -> None:
     )
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
     assert "True []" in [run.stdout.strip() for run in runs]
+
+
+def test_a_kind_alone_asks_for_no_more_devices(tmp_path: Path) -> None:
+    """A run of which only the kind of its device is said trains, on that one device."""
+    from meshloom.plan.device_checks import lay_out, require_one_device
+
+    settings = load_settings(TrainSettings, None, [*DATA, "model.path=m", "cluster.device=h200"])
+    assert require_one_device(settings) == settings
+    assert lay_out(settings, None, 8).layout.topology.num_devices == 1
+
+
+def test_what_is_free_on_the_gpu_counts_before_what_its_kind_has(tmp_path: Path) -> None:
+    path = public(tmp_path, "Qwen2.5-1.5B")
+    assert plan(path, "cluster.device=h200", device_memory=2**36).value("memory of the GPU") == 2**36
+    given = plan(path, "cluster.device=h200", f"device_memory_bytes={2**37}", device_memory=2**36)
+    assert given.value("memory of the GPU") == 2**37
