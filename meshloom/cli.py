@@ -11,37 +11,20 @@ import argparse
 import difflib
 import errno
 import io
-import json
 import os
 import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn
 
 import meshloom
 from meshloom.config.errors import RunFault, UserError
-from meshloom.config.settings import EvalSettings, RunSettings, SftSettings, TrainSettings
-
-if TYPE_CHECKING:
-    from meshloom.config.verl import Translation
+from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
+from meshloom.given import KINDS, load_given, settings_arguments, verl_arguments
+from meshloom.plan_command import plan_arguments, plan_command
 
 DONE, FAULT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-
-S = TypeVar("S", bound=RunSettings)
-
-_KINDS: dict[str, type[TrainSettings] | type[SftSettings] | type[EvalSettings]] = {
-    "train": TrainSettings,
-    "sft": SftSettings,
-    "eval": EvalSettings,
-}
-
-_SETTINGS_HELP = """\
-RUN.yaml holds the settings; each a.b=c overrides one, its value in YAML:
-
-  optimizer.lr=1e-5   model.lora.rank=8   model.lora=null   data.train.files=[a.jsonl,b.jsonl]
-
-`meshloom schema %(kind)s` prints all settings; `meshloom plan --kind %(kind)s RUN.yaml` shows what they come to."""
 
 _INTRODUCTION = """\
 Reinforcement-learning post-training for language models.
@@ -76,7 +59,7 @@ Run = Callable[[argparse.Namespace], int]
 
 def _train(args: argparse.Namespace) -> int:
     if args.verl is None:
-        return _run_training(_load(TrainSettings, args.settings, resume=args.resume), args.resume)
+        return _run_training(load_given(TrainSettings, args.settings, resume=args.resume), args.resume)
     from meshloom.from_verl import settings_to_run
 
     settings, goes_on = settings_to_run(args.verl, args.settings, args.write)
@@ -97,7 +80,7 @@ def _run_training(settings: TrainSettings, resume: bool) -> int:
 
 
 def _sft(args: argparse.Namespace) -> int:
-    return _run_sft(_load(SftSettings, args.settings, resume=args.resume), args.resume)
+    return _run_sft(load_given(SftSettings, args.settings, resume=args.resume), args.resume)
 
 
 def _run_sft(settings: SftSettings, resume: bool) -> int:
@@ -110,106 +93,16 @@ def _run_sft(settings: SftSettings, resume: bool) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    settings = _load(EvalSettings, args.settings)
+    settings = load_given(EvalSettings, args.settings)
     from meshloom.loop.evaluate import run_evaluation
 
     return run_evaluation(settings)
 
 
-def _plan(args: argparse.Namespace) -> int:
-    if args.verl is not None:
-        return _plan_verl(args)
-    from meshloom.config.kinds import kind_of
-
-    kind = _KINDS[args.kind] if args.kind else kind_of(*_split(args.settings))
-    given = [*args.settings, *_hardware(args, spread=kind is TrainSettings)]
-    settings: TrainSettings | SftSettings | EvalSettings = _load(kind, given)
-    if args.device_memory is not None and settings.device == "auto":
-        settings = _load(kind, [*given, "device=cuda"])
-    names = {settings_kind: name for name, settings_kind in _KINDS.items()}
-    note = f"\nPlanned for `meshloom {names[kind]}` by its keys; --kind chooses otherwise."
-    return _show_plan(args, settings, note=note if args.kind is None else "")
-
-
-def _plan_verl(args: argparse.Namespace) -> int:
-    from meshloom.from_verl import read_verl, settings_of, tell_without_plan, write_settings
-
-    device = ["device=cuda"] if args.device_memory is not None else []
-    native = [*device, *args.settings, *_hardware(args)]
-    translation = read_verl(args.verl, native)
-    try:
-        settings = settings_of(translation, native)
-    except UserError as error:
-        tell_without_plan(translation, error, as_json=args.json)
-        return BAD_INPUT
-    if args.write is not None:
-        write_settings(args.write, settings)
-    return _show_plan(args, settings, translation=translation)
-
-
-def _show_plan(
-    args: argparse.Namespace,
-    settings: TrainSettings | SftSettings | EvalSettings,
-    *,
-    note: str = "",
-    translation: "Translation | None" = None,
-) -> int:
-    """Print a plan as the options ask for it, with the account of a verl command where it is one; the exit code."""
-    from rich.console import Console
-
-    from meshloom.config.load import explain, flatten
-    from meshloom.plan import build_plan
-    from meshloom.plan.count import count_prompts
-    from meshloom.plan.report import as_text, plan_json, print_explained, print_plan
-    from meshloom.plan.worked import worked
-
-    plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
-    if translation is not None:
-        from meshloom.from_verl import judged, print_translation
-
-        plan = judged(plan, translation)
-
-    def show(console: Console) -> None:
-        if translation is not None:
-            print_translation(translation, console)
-        if args.settings_too:
-            print_explained(explain(settings), console)
-        print_plan(plan, console, worked(plan.lines, flatten(settings)) if args.verbose else None)
-        if note:
-            console.print(note, style="dim")
-
-    if args.json:
-        more = {} if translation is None else {"verl": translation.as_json()}
-        print(json.dumps({**json.loads(plan_json(plan)), **more}, indent=2, ensure_ascii=False))
-    elif sys.stdout.isatty():
-        show(Console(highlight=False))
-    else:
-        print(as_text(show), end="")
-    return BAD_INPUT if plan.problems else DONE
-
-
-def _hardware(args: argparse.Namespace, *, spread: bool = True) -> list[str]:
-    """The hardware that a plan is for, as overrides; several devices only for runs that can be spread over them."""
-    from meshloom.plan.hardware_options import HardwareOptions
-
-    if not spread and (args.nodes or args.devices_per_node or args.device_map or args.device_kind):
-        what = "only reinforcement learning is planned over several devices"
-        raise UserError(
-            what, fix="leave out --nodes, --devices-per-node, --device-kind and --device-map, or give --kind train"
-        )
-    return HardwareOptions(
-        nodes=args.nodes,
-        devices_per_node=args.devices_per_node,
-        device_memory=args.device_memory,
-        device_kind=args.device_kind,
-        device_map=args.device_map,
-    ).overrides()
-
-
 def _schema(args: argparse.Namespace) -> int:
     from meshloom.config.schema import schema_json
 
-    print(schema_json(_KINDS[args.kind]))
+    print(schema_json(KINDS[args.kind]))
     return DONE
 
 
@@ -240,82 +133,22 @@ def _quickstart(args: argparse.Namespace) -> int:
     return run_quickstart(args.dir, args.seed, args.model)
 
 
-def _load(kind: type[S], given: Sequence[str], *, resume: bool = False) -> S:
-    """Settings from a command's arguments. A run folder that is resumed is the run's folder, even if it has moved."""
-    from meshloom.config.load import load_settings
-
-    file, overrides = _split(given)
-    settings = load_settings(kind, file, overrides)
-    folders = [text for text in given if Path(text).is_dir()]
-    moved = any(Path(folder).resolve() != Path(settings.run_dir).resolve() for folder in folders)
-    if resume and moved and settings.provenance.of("run_dir").startswith(str(file)):
-        settings = load_settings(kind, file, [*overrides, f"run_dir={json.dumps(folders[0])}"])
-    return settings
-
-
-def _split(given: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The settings file, or that of a run folder, and the overrides."""
-    names = [text for text in given if "=" not in text or Path(text).exists()]
-    if len(names) > 1:
-        strangers = [name for name in names if not Path(name).exists() and not name.endswith((".yaml", ".yml"))]
-        if len(strangers) == len(names) - 1:
-            raise UserError(f"{strangers[0]} has no value", fix=f"{strangers[0]}=VALUE")
-        raise UserError(f"more than one settings file: {', '.join(names)}", fix="overrides have the form a.b=c")
-    file = Path(names[0]) if names else None
-    if file is not None and file.is_dir():
-        folder, file = file, file / "settings.yaml"
-        if not file.is_file():
-            why = "a folder stands for the settings.yaml of a run"
-            raise UserError(f"{folder} is no run folder: it has no settings.yaml", why=why, fix="name a YAML file")
-    return file, [text for text in given if text not in names]
-
-
-def _settings_arguments(parser: argparse.ArgumentParser, *, kind: str, resume: bool) -> None:
-    parser.usage = f"%(prog)s RUN.yaml [a.b=c ...]{' [--resume]' if resume else ''} [options]"
-    parser.epilog = _SETTINGS_HELP % {"kind": kind}
-    parser.add_argument(
-        "settings", nargs="*", metavar="RUN.yaml", help="settings file, or the folder of a run; then overrides a.b=c"
-    )
-    if resume:
-        parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
-
-
-def _verl_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--verl", action="store_true", help="what stands behind -- is a verl command, or its overrides")
-    parser.add_argument("--write", type=Path, metavar="RUN.yaml", help="with --verl: write our settings to this file")
-
-
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
-    _settings_arguments(parser, kind="train", resume=True)
-    _verl_arguments(parser)
+    settings_arguments(parser, kind="train", resume=True)
+    verl_arguments(parser)
 
 
 def _sft_arguments(parser: argparse.ArgumentParser) -> None:
-    _settings_arguments(parser, kind="sft", resume=True)
+    settings_arguments(parser, kind="sft", resume=True)
 
 
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
-    _settings_arguments(parser, kind="eval", resume=False)
-
-
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    _settings_arguments(parser, kind="train", resume=False)
-    _verl_arguments(parser)
-    parser.add_argument("--kind", choices=tuple(_KINDS), help="what the file is for (default: by its keys)")
-    parser.add_argument("--settings", dest="settings_too", action="store_true", help="each setting and its origin, too")
-    parser.add_argument("--prompts", type=int, metavar="N", help="prompts of the data (default: counted)")
-    parser.add_argument("--nodes", type=int, metavar="N", help="plan for so many nodes (cluster.nodes)")
-    parser.add_argument("--devices-per-node", type=int, metavar="K", help="with so many devices each")
-    parser.add_argument("--device-memory", metavar="80GiB", help="and so much memory on each device")
-    parser.add_argument("--device-kind", metavar="h200", help="of this kind, for memory and time (cluster.device)")
-    parser.add_argument("--device-map", metavar="MAP.yaml", help="devices and parallelism of each role (placement.map)")
-    parser.add_argument("-v", "--verbose", action="store_true", help="each derivation with its numbers")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    settings_arguments(parser, kind="eval", resume=False)
 
 
 def _schema_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "kind", nargs="?", choices=tuple(_KINDS), default="train", help="which settings (default: train)"
+        "kind", nargs="?", choices=tuple(KINDS), default="train", help="which settings (default: train)"
     )
 
 
@@ -351,7 +184,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Run]]
         _quickstart_arguments,
         _quickstart,
     ),
-    "plan": ("What a run comes to, and why it cannot work. Touches nothing.", _plan_arguments, _plan),
+    "plan": ("What a run comes to, and why it cannot work. Touches nothing.", plan_arguments, plan_command),
     "train": ("Train with reinforcement learning.", _train_arguments, _train),
     "sft": ("Train on worked responses (supervised fine-tuning).", _sft_arguments, _sft),
     "eval": ("Measure a model's accuracy.", _eval_arguments, _eval),

@@ -272,3 +272,10 @@ def test_the_folder_of_a_run_stands_for_its_settings(folder: Path, capsys: pytes
     assert '"M001"' in capsys.readouterr().out
     assert main(["train", ".", "--resume"]) == 2
     assert "there is no model folder nowhere" in capsys.readouterr().err
+
+
+def test_an_override_longer_than_a_file_name_may_be_is_an_override(tmp_path: Path, capsys) -> None:
+    """Asking the disk whether it is a file was an error of the system."""
+    files = ",".join(f"{i:040d}.jsonl" for i in range(20))
+    assert main(["plan", f"run_dir={tmp_path / 'run'}", "model.path=none", f"data.train.files=[{files}]"]) == 2
+    assert f"{0:040d}.jsonl" in capsys.readouterr().out

@@ -1,0 +1,123 @@
+"""``meshloom plan``: of settings, of a verl command, for hardware that may not be here.
+
+Owns: the command's arguments and what it prints. Refuses to know: how a plan is made.
+"""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from meshloom.config.errors import UserError
+from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
+from meshloom.given import KINDS, load_given, settings_arguments, split_given, verl_arguments
+
+if TYPE_CHECKING:
+    from meshloom.config.verl import Translation
+
+DONE, BAD_INPUT = 0, 2
+
+
+def plan_command(args: argparse.Namespace) -> int:
+    if args.verl is not None:
+        return _plan_verl(args)
+    from meshloom.config.kinds import kind_of
+
+    kind = KINDS[args.kind] if args.kind else kind_of(*split_given(args.settings))
+    given = [*args.settings, *_hardware(args, spread=kind is TrainSettings)]
+    settings: TrainSettings | SftSettings | EvalSettings = load_given(kind, given)
+    if args.device_memory is not None and settings.device == "auto":
+        settings = load_given(kind, [*given, "device=cuda"])
+    names = {settings_kind: name for name, settings_kind in KINDS.items()}
+    note = f"\nPlanned for `meshloom {names[kind]}` by its keys; --kind chooses otherwise."
+    return _show_plan(args, settings, note=note if args.kind is None else "")
+
+
+def _plan_verl(args: argparse.Namespace) -> int:
+    from meshloom.from_verl import read_verl, settings_of, tell_without_plan, write_settings
+
+    device = ["device=cuda"] if args.device_memory is not None else []
+    native = [*device, *args.settings, *_hardware(args)]
+    translation = read_verl(args.verl, native)
+    try:
+        settings = settings_of(translation, native)
+    except UserError as error:
+        tell_without_plan(translation, error, as_json=args.json)
+        return BAD_INPUT
+    if args.write is not None:
+        write_settings(args.write, settings)
+    return _show_plan(args, settings, translation=translation)
+
+
+def _show_plan(
+    args: argparse.Namespace,
+    settings: TrainSettings | SftSettings | EvalSettings,
+    *,
+    note: str = "",
+    translation: "Translation | None" = None,
+) -> int:
+    """Print a plan as the options ask for it, with the account of a verl command where it is one; the exit code."""
+    from rich.console import Console
+
+    from meshloom.config.load import explain, flatten
+    from meshloom.plan import build_plan
+    from meshloom.plan.count import count_prompts
+    from meshloom.plan.report import as_text, plan_json, print_explained, print_plan
+    from meshloom.plan.worked import worked
+
+    plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
+    if translation is not None:
+        from meshloom.from_verl import judged, print_translation
+
+        plan = judged(plan, translation)
+
+    def show(console: Console) -> None:
+        if translation is not None:
+            print_translation(translation, console)
+        if args.settings_too:
+            print_explained(explain(settings), console)
+        print_plan(plan, console, worked(plan.lines, flatten(settings)) if args.verbose else None)
+        if note:
+            console.print(note, style="dim")
+
+    if args.json:
+        more = {} if translation is None else {"verl": translation.as_json()}
+        print(json.dumps({**json.loads(plan_json(plan)), **more}, indent=2, ensure_ascii=False))
+    elif sys.stdout.isatty():
+        show(Console(highlight=False))
+    else:
+        print(as_text(show), end="")
+    return BAD_INPUT if plan.problems else DONE
+
+
+def _hardware(args: argparse.Namespace, *, spread: bool = True) -> list[str]:
+    """The hardware that a plan is for, as overrides; several devices only for runs that can be spread over them."""
+    from meshloom.plan.hardware_options import HardwareOptions
+
+    if not spread and (args.nodes or args.devices_per_node or args.device_map or args.device_kind):
+        what = "only reinforcement learning is planned over several devices"
+        raise UserError(
+            what, fix="leave out --nodes, --devices-per-node, --device-kind and --device-map, or give --kind train"
+        )
+    return HardwareOptions(
+        nodes=args.nodes,
+        devices_per_node=args.devices_per_node,
+        device_memory=args.device_memory,
+        device_kind=args.device_kind,
+        device_map=args.device_map,
+    ).overrides()
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    settings_arguments(parser, kind="train", resume=False)
+    verl_arguments(parser)
+    parser.add_argument("--kind", choices=tuple(KINDS), help="what the file is for (default: by its keys)")
+    parser.add_argument("--settings", dest="settings_too", action="store_true", help="each setting and its origin, too")
+    parser.add_argument("--prompts", type=int, metavar="N", help="prompts of the data (default: counted)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="plan for so many nodes (cluster.nodes)")
+    parser.add_argument("--devices-per-node", type=int, metavar="K", help="with so many devices each")
+    parser.add_argument("--device-memory", metavar="80GiB", help="and so much memory on each device")
+    parser.add_argument("--device-kind", metavar="h200", help="of this kind, for memory and time (cluster.device)")
+    parser.add_argument("--device-map", metavar="MAP.yaml", help="devices and parallelism of each role (placement.map)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="each derivation with its numbers")
+    parser.add_argument("--json", action="store_true", help="as JSON")
