@@ -34,12 +34,27 @@ def load_given(kind: type[S], given: Sequence[str], *, resume: bool = False) -> 
     from meshloom.config.load import load_settings
 
     file, overrides = split_given(given)
-    settings = load_settings(kind, file, overrides)
+    try:
+        settings = load_settings(kind, file, overrides)
+    except UserError as error:
+        _say_if_of_another_kind(kind, file, overrides, error)
+        raise
     folders = [text for text in given if os.path.isdir(text)]
     moved = any(Path(folder).resolve() != Path(settings.run_dir).resolve() for folder in folders)
     if resume and moved and settings.provenance.of("run_dir").startswith(str(file)):
         settings = load_settings(kind, file, [*overrides, f"run_dir={json.dumps(folders[0])}"])
     return settings
+
+
+def _say_if_of_another_kind(kind: type[S], file: Path | None, overrides: list[str], error: UserError) -> None:
+    """Say so, where a settings file is for another command: each of its keys would be told as unknown."""
+    from meshloom.config.kinds import better_kind
+
+    names = {settings_kind: name for name, settings_kind in KINDS.items()}
+    other = better_kind(kind, file, overrides) if kind in names and file is not None else None
+    if other is not None:
+        what = f"{file} has keys of `meshloom {names[other]}`, not of `meshloom {names[kind]}`"
+        raise UserError(what, why=str(error), fix=f"meshloom {names[other]} {file}") from error
 
 
 def split_given(given: Sequence[str]) -> tuple[Path | None, list[str]]:

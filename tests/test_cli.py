@@ -279,3 +279,17 @@ def test_an_override_longer_than_a_file_name_may_be_is_an_override(tmp_path: Pat
     files = ",".join(f"{i:040d}.jsonl" for i in range(20))
     assert main(["plan", f"run_dir={tmp_path / 'run'}", "model.path=none", f"data.train.files=[{files}]"]) == 2
     assert f"{0:040d}.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("command", "keys", "meant"), [
+    ("train", "batch: {samples_per_update: 8}", "sft"),
+    ("sft", "algorithm: {clip_high: 0.3}", "train"),
+    ("eval", "optimizer: {lr: 1.0e-5}", "train"),
+])  # fmt: skip
+def test_a_file_of_another_command_is_told_as_such(tmp_path: Path, capsys, command: str, keys: str, meant: str) -> None:
+    """Each key was told as unknown, with a guess at another."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run_dir: x\nmodel: {{path: m}}\ndata: {{train: {{files: [a.jsonl]}}}}\n{keys}\n")
+    assert main([command, str(file)]) == 2
+    told = capsys.readouterr()
+    assert f"keys of `meshloom {meant}`, not of `meshloom {command}`" in " ".join((told.out + told.err).split())

@@ -25,13 +25,20 @@ def kind_of(file: Path | None, overrides: Sequence[str]) -> Kind:
         file: a YAML file, or none.
         overrides: each ``a.b=value``.
     """
+    unknown = _num_unknown(file, overrides)
+    return min(_KINDS, key=unknown.__getitem__)
+
+
+def better_kind(kind: Kind, file: Path | None, overrides: Sequence[str]) -> Kind | None:
+    """Another kind of settings that knows more of the given keys than ``kind`` does; none if there is no such kind."""
+    unknown = _num_unknown(file, overrides)
+    best = min(_KINDS, key=unknown.__getitem__)
+    return best if unknown[best] < unknown[kind] else None
+
+
+def _num_unknown(file: Path | None, overrides: Sequence[str]) -> dict[Kind, int]:
     paths = list(_paths(given_keys(file, overrides)))
-
-    def unknown(kind: Kind) -> int:
-        keys = Keys(kind)
-        return sum(path not in keys for path in paths)
-
-    return min(_KINDS, key=unknown)
+    return {kind: sum(path not in keys for path in paths) for kind, keys in ((kind, Keys(kind)) for kind in _KINDS)}
 
 
 def _paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
