@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.rollout.decode_stack import DecodeStack, form_of
+from meshloom.rollout.embedded_verbs import EmbeddedVerbs
 from meshloom.rollout.kv_cache import CacheShape
 from meshloom.rollout.page_memory import settle, spare_bytes, take_pages
 from meshloom.rollout.paged_ops import Ops, TorchOps
@@ -35,7 +36,7 @@ _FEWEST_STEPS = 4
 _REASONS = {Finish.STOP: FinishReason.STOP, Finish.LENGTH: FinishReason.LENGTH}
 
 
-class PagedEngine:
+class PagedEngine(EmbeddedVerbs):
     """An engine on a model that ``decode_stack.reason_against`` has nothing against.
 
     Args:
@@ -62,7 +63,7 @@ class PagedEngine:
         page: int = 64,
         steps_ahead: int = 16,
     ) -> None:
-        self.version = 0
+        super().__init__()
         self._model, self._head = model, OutputHead(model)
         self._shape = CacheShape.of(plain_model(model))
         self._vocabulary = len(plain_model(model).get_input_embeddings().weight)
@@ -73,8 +74,7 @@ class PagedEngine:
         self._runner: StepRunner | None = None
         self._form: tuple[Any, ...] = ()
         self._generation: _Generation | None = None
-        self._asleep = self._has_generated = False
-        self._aborted: set[int] = set()
+        self._has_generated = False
 
     def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
         """Yield each sample as it finishes. After ``deadline_s`` seconds the rest come with ``FinishReason.DEADLINE``.
@@ -86,8 +86,7 @@ class PagedEngine:
             ValueError: if a request is malformed.
             RuntimeError: if the engine sleeps or is generating already, or the model gives logits that are not finite.
         """
-        if self._asleep:
-            raise RuntimeError("the engine sleeps; call wake() before generate()")
+        self._require_awake()
         check_requests(requests, vocabulary=self._vocabulary, can_decode=self._decode is not None)
         if requests:
             require_fit(
@@ -98,32 +97,9 @@ class PagedEngine:
             )
         return self._generate(requests, time.monotonic() + deadline_s)
 
-    def abort(self, request_id: int) -> None:
-        """End a request's unfinished samples; they come with ``FinishReason.ABORTED``. Others are not disturbed."""
-        self._aborted.add(request_id)
-
-    def load_weights(self, version: int) -> None:
-        """The module's weights were changed in place; tokens drawn from now on carry ``version``.
-
-        Samples that run go on with the keys and values they have; prompts kept for samples yet to start are forgotten.
-        """
-        self.version = version
-        if self._generation is not None:
-            self._generation.scheduler.forget_prompts()
-
-    def sleep(self) -> None:
-        """Refuse to generate until ``wake``. The cache holds memory only while ``generate`` runs, so none is left to free.
-
-        Raises:
-            RuntimeError: if the engine is generating.
-        """
-        if self._generation is not None:
-            raise RuntimeError("the engine is generating; close its iterator before sleep()")
-        self._asleep = True
-
-    def wake(self) -> None:
-        """Allow generating again."""
-        self._asleep = False
+    @property
+    def _current(self) -> PagedScheduler | None:
+        return None if self._generation is None else self._generation.scheduler
 
     @property
     def _page_bytes(self) -> int:

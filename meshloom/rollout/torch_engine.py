@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from meshloom.rollout.embedded_verbs import EmbeddedVerbs
 from meshloom.rollout.kv_cache import Bank, CacheShape, KVCache, quarter_of_free_bytes, single_sequence_bytes
 from meshloom.rollout.layouts import BankDecode, DecodeLayout, MixedLayout, PrefillLayout
 from meshloom.rollout.protocol import Completion, FinishReason, Request
@@ -29,7 +30,7 @@ from meshloom.train.head import OutputHead, decoder_of, plain_model
 from meshloom.train.threads import is_small, one_thread
 
 
-class TorchEngine:
+class TorchEngine(EmbeddedVerbs):
     """An engine on a transformers model that attends through layouts (``meshloom.train.attention.use_layouts``).
 
     Args:
@@ -51,7 +52,7 @@ class TorchEngine:
         prefill_tokens: int = 8192,
         decode: Decode | None = None,
     ) -> None:
-        self.version = 0
+        super().__init__()
         self._model, self._decoder, self._head = model, decoder_of(model), OutputHead(model)
         self._shape = CacheShape.of(plain_model(model))
         self._small = self._shape.device.type == "cpu" and is_small(model)
@@ -60,8 +61,6 @@ class TorchEngine:
         self._max_sequences, self._prefill_tokens = max_sequences, prefill_tokens
         self.kv_cache_bytes = kv_cache_bytes or quarter_of_free_bytes(self._shape.device)
         self._scheduler: Scheduler | None = None
-        self._asleep = False
-        self._aborted: set[int] = set()
         self._sampled: list[Sample] = []
         self._rows: Rows | None = None
 
@@ -75,37 +74,13 @@ class TorchEngine:
             ValueError: if a request is malformed.
             RuntimeError: if the engine sleeps or is generating already, or the model gives logits that are not finite.
         """
-        if self._asleep:
-            raise RuntimeError("the engine sleeps; call wake() before generate()")
+        self._require_awake()
         self._check(requests)
         return self._generate(requests, time.monotonic() + deadline_s)
 
-    def abort(self, request_id: int) -> None:
-        """End a request's unfinished samples; they come with ``FinishReason.ABORTED``. Others are not disturbed."""
-        self._aborted.add(request_id)
-
-    def load_weights(self, version: int) -> None:
-        """The module's weights were changed in place; tokens drawn from now on carry ``version``.
-
-        Samples that run go on with the keys and values they have; prompts kept for samples yet to start are forgotten.
-        """
-        self.version = version
-        if self._scheduler is not None:
-            self._scheduler.forget_prompts()
-
-    def sleep(self) -> None:
-        """Refuse to generate until ``wake``. The cache holds memory only while ``generate`` runs, so none is left to free.
-
-        Raises:
-            RuntimeError: if the engine is generating.
-        """
-        if self._scheduler is not None:
-            raise RuntimeError("the engine is generating; close its iterator before sleep()")
-        self._asleep = True
-
-    def wake(self) -> None:
-        """Allow generating again."""
-        self._asleep = False
+    @property
+    def _current(self) -> Scheduler | None:
+        return self._scheduler
 
     def _generate(self, requests: Sequence[Request], deadline: float) -> Iterator[Completion]:
         if self._scheduler is not None:

@@ -1,0 +1,60 @@
+"""The verbs that both embedded engines share: aborting, new weights, sleeping and waking.
+
+Owns: what was aborted, whether the engine sleeps, the version of the weights. Refuses to know: how tokens are drawn. Always
+holds: the cache has memory only while an engine generates, so sleeping frees nothing, and an engine that generates does not
+sleep.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+
+class KeepsPrompts(Protocol):
+    """A scheduler of a generation that is on."""
+
+    def forget_prompts(self) -> object: ...
+
+
+class EmbeddedVerbs(ABC):
+    """Base of the engines that sample with the trainer's own weights."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._asleep = False
+        self._aborted: set[int] = set()
+
+    @property
+    @abstractmethod
+    def _current(self) -> KeepsPrompts | None:
+        """The scheduler of the generation that is on; none if there is none."""
+
+    def abort(self, request_id: int) -> None:
+        """End a request's unfinished samples; they come with ``FinishReason.ABORTED``. Others are not disturbed."""
+        self._aborted.add(request_id)
+
+    def load_weights(self, version: int) -> None:
+        """The module's weights were changed in place; tokens drawn from now on carry ``version``.
+
+        Samples that run go on with the keys and values they have; prompts kept for samples yet to start are forgotten.
+        """
+        self.version = version
+        if self._current is not None:
+            self._current.forget_prompts()
+
+    def sleep(self) -> None:
+        """Refuse to generate until ``wake``. The cache holds memory only while ``generate`` runs, so none is left to free.
+
+        Raises:
+            RuntimeError: if the engine is generating.
+        """
+        if self._current is not None:
+            raise RuntimeError("the engine is generating; close its iterator before sleep()")
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Allow generating again."""
+        self._asleep = False
+
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise RuntimeError("the engine sleeps; call wake() before generate()")
