@@ -5,14 +5,10 @@ holds: the file loads nothing, from nowhere; what a model wrote reaches the page
 page's policy lets no script run but its own; its size is bounded, and it says what it left out.
 """
 
-import base64
-import hashlib
-import html
 import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ import yaml
 
 from meshloom.observe.atomic import replace_file
 from meshloom.observe.history import Stage, columns, invalid_totals, milestones, phase_totals, read_stages
+from meshloom.observe.markup import assemble, script_safe
 from meshloom.observe.names import METRICS, PHASES
 from meshloom.observe.sample_choice import choose_samples
 
@@ -142,31 +139,4 @@ def _sample(sample: Mapping[str, Any], prompts: dict[str, int], stages: Sequence
 
 def render(data: Mapping[str, Any], title: str) -> str:
     """The page with its data inside."""
-    page = files("meshloom.observe") / "page"
-    style = (page / "report.css").read_text("utf-8")
-    script = "\n".join((page / name).read_text("utf-8") for name in _SCRIPTS)
-    template = (page / "report.html").read_text("utf-8")
-    parts = {
-        "title": html.escape(title),
-        "style_hash": _hash(style),
-        "script_hash": _hash(script),
-        "style": style,
-        "script": script,
-        "data": script_safe(data),
-    }
-    pieces = template.split("@@")
-    # Odd pieces are names between marks; what is put in is never searched for marks again.
-    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
-
-
-def script_safe(value: Any) -> str:
-    """JSON that can stand inside a script element: no character in it can end the element or begin a comment."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
-def _hash(text: str) -> str:
-    """The content's hash as a content security policy names it."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return assemble("report.html", title, ("base.css", "report.css"), _SCRIPTS, data=script_safe(data))
