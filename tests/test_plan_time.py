@@ -136,6 +136,7 @@ def everything(constants: Constants) -> list[float]:
         update_time(actor("Qwen2.5-0.5B", 2048), work(64), ONE, constants).seconds,
         forward_time(role, work(512), NODES, constants, Phase.LOGPROB).seconds,
         movement_time(apart, role, Cluster(device=H200, devices_per_node=64), constants, apart=True).seconds,
+        movement_time(replace(apart, tensor=1), actor("Qwen2.5-7B"), ONE, constants, apart=False).seconds,
         *(each.seconds for each in offload_time([away, replace(away, at=Residency.DISK)], NODE, constants)),
         step_seconds([], [], constants),
     ]
@@ -260,8 +261,8 @@ def test_weights_move_by_the_way_that_there_is() -> None:
     role, copy = actor("Qwen2.5-7B"), engine("Qwen2.5-7B", own_weights=True)
     count = 2 * numbers("Qwen2.5-7B").total
     assert movement_time(engine("Qwen2.5-7B"), role, ONE, C, apart=False).seconds == 0
-    here = movement_time(copy, role, ONE, C, apart=False).seconds
-    assert here == pytest.approx(2 * count / MEASURED_H200.memory_bandwidth, rel=0.01)
+    here = movement_time(engine("Qwen2.5-1.5B", own_weights=True), actor("Qwen2.5-1.5B"), ONE, C, apart=False).seconds
+    assert here == pytest.approx(0.0050, rel=0.03)  # measured on an H200, from the trainer to vLLM
     there = movement_time(copy, role, NODE, C, apart=True).seconds
     assert there == pytest.approx(count / MEASURED_H200.broadcast_bandwidth, rel=0.01)
     gathered = movement_time(copy, replace(role, cut=Cut(fsdp=8)), NODE, C, apart=False).seconds
@@ -288,7 +289,7 @@ def test_a_lag_lets_rollout_and_training_work_at_once() -> None:
     )
     lines = list(sampled.lines())
     assert lines[0].value == pytest.approx(sum(float(line.value or 0) for line in lines[1:]), abs=1e-5)
-    assert lines[0].formula.endswith("% are launches; products + attention + launches + prompts")
+    assert lines[0].formula.endswith("% are launches; products + attention + launches + prompts + start")
 
 
 def test_the_cost_model_needs_no_torch() -> None:
