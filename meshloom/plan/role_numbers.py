@@ -21,7 +21,8 @@ from meshloom.plan.shards import Cut, ceil_div
 _PAGE = 64
 _CACHE_SHARE = 0.9
 """Of the memory that is left, what the embedded engine's cache takes at most."""
-_RESIDENCY = {"none": Residency.DEVICE, "host": Residency.HOST, "disk": Residency.DISK}
+PLACES = {"none": Residency.DEVICE, "host": Residency.HOST, "disk": Residency.DISK}
+"""Where bytes are that a setting moves away."""
 
 
 def cut_of(found: RoleLayout) -> Cut:
@@ -42,6 +43,12 @@ def computes_old_logprobs(settings: TrainSettings) -> bool:
     """Whether the actor computes log-probs before its updates; before the only one of a step they are the update's own."""
     algorithm = settings.algorithm
     return updates_per_step(settings) != 1 or algorithm.max_lag_versions > 0 or algorithm.kl is KlPlace.REWARD
+
+
+def computes_logprobs(settings: TrainSettings) -> bool:
+    """Whether the actor computes log-probs before its updates: its own, or, without its adapters, those of the reference."""
+    is_reference = settings.model.lora is not None and settings.algorithm.kl is not KlPlace.NONE
+    return computes_old_logprobs(settings) or is_reference
 
 
 def model_role(
@@ -65,7 +72,7 @@ def model_role(
     """
     gpu, width = on_gpu(settings.device), compute_bytes(settings.model.dtype, settings.device)
     phases = [Phase(phase) for phase in PHASES[found.role]]
-    if found.role == Role.ACTOR and not computes_old_logprobs(settings):
+    if found.role == Role.ACTOR and not computes_logprobs(settings):
         phases.remove(Phase.LOGPROB)
     lends = [Phase.SYNC] if Phase.SYNC in phases else []
     cut, batch, longest = cut_of(found), settings.batch, longest_sample_tokens(settings)
@@ -95,27 +102,35 @@ def model_role(
         compiled=compiles(settings.model, gpu=gpu),
         chunk_bytes=logits_chunk_bytes(settings.model, gpu=gpu),
         logit_bytes=FLOAT32 + (width if gpu and width < FLOAT32 else 0),
-        parameters_at=_RESIDENCY[offload.parameters],
-        optimizer_at=_RESIDENCY[offload.optimizer],
+        parameters_at=PLACES[offload.parameters],
+        optimizer_at=PLACES[offload.optimizer],
     )
+
+
+def engine_owns_weights(settings: TrainSettings, layout: Layout) -> bool:
+    """Whether the engine has a copy of the weights. It cannot sample from the actor's that are on other devices, sharded,
+    or cut in another way, and vLLM never does."""
+    found, actor = layout.role(Role.ROLLOUT), layout.role(Role.ACTOR)
+    if found is None or actor is None or settings.rollout.engine == "vllm":
+        return True
+    whole = cut_of(actor).devices == cut_of(actor).replicate and found.mesh.size("tp") == 1
+    return not (whole and set(found.devices.ranges) == set(actor.devices.ranges))
 
 
 def engine_role(settings: TrainSettings, layout: Layout, model: DecoderNumbers) -> EngineRole | None:
     """A replica of the engine; none if the rollout could not be laid out."""
-    found, actor = layout.role(Role.ROLLOUT), layout.role(Role.ACTOR)
+    found = layout.role(Role.ROLLOUT)
     if found is None:
         return None
     rollout, gpu, vllm = settings.rollout, on_gpu(settings.device), settings.rollout.engine == "vllm"
     tensor, longest = found.mesh.size("tp"), longest_sample_tokens(settings)
-    whole = actor is not None and cut_of(actor).devices == cut_of(actor).replicate and tensor == 1
-    same = actor is not None and whole and set(found.devices.ranges) == set(actor.devices.ranges)
     samples = ceil_div(settings.batch.prompts_per_step, found.replicas) * settings.batch.samples_per_prompt
     return EngineRole(
         name=str(Role.ROLLOUT),
         model=model,
         tensor=tensor,
         width=compute_bytes(settings.model.dtype, settings.device),
-        own_weights=vllm or not same,
+        own_weights=engine_owns_weights(settings, layout),
         sleeps=rollout.vllm.sleep or not vllm,
         sequences=min(rollout.max_sequences, samples),
         slot_tokens=longest if vllm or not gpu else (ceil_div(longest, _PAGE) + 1) * _PAGE,

@@ -1,0 +1,95 @@
+"""Where each model's parameters and optimizer are in each phase of a step, as the plan says: what the run moves and checks.
+
+Owns: the translation from settings and a layout to places by phase. Refuses to know: bytes, how anything is moved. Always
+holds: the phases are those that the memory ledger counts a role's weights and optimizer in, so the run holds what was planned.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshloom.config.cluster_settings import RoleOffloadSettings
+from meshloom.config.settings import TrainSettings
+from meshloom.plan.layout import Layout
+from meshloom.plan.ledger import DERIVED, LedgerLine
+from meshloom.plan.placement import PHASES, Role
+from meshloom.plan.residency import EVERY, Phase, Residency
+from meshloom.plan.role_numbers import PLACES, computes_logprobs, engine_owns_weights
+
+
+class Part(StrEnum):
+    """What of a model is moved as one."""
+
+    PARAMETERS = "parameters"
+    """Weights, adapters among them."""
+    OPTIMIZER = "optimizer"
+    """Float32 masters, moments, and gradients where there are any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stay:
+    """One part of one role's model over a step.
+
+    Args:
+        role: whose.
+        part: of its model.
+        phases: in which it is on the device.
+        otherwise: where it is in the others; the device for what is never moved.
+    """
+
+    role: str
+    part: Part
+    phases: tuple[Phase, ...]
+    otherwise: Residency
+
+    def at(self, phase: Phase) -> Residency:
+        """Where it is in a phase."""
+        return Residency.DEVICE if phase in self.phases else self.otherwise
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is ever moved away."""
+        return self.otherwise is not Residency.DEVICE and self.phases != EVERY
+
+
+def stays(settings: TrainSettings, layout: Layout) -> tuple[Stay, ...]:
+    """Every part of every model of a run: two for what is trained, one for what is only asked.
+
+    Args:
+        settings: of the run.
+        layout: of its roles.
+    """
+    given = {
+        Role.ACTOR: settings.offload.actor,
+        Role.REFERENCE: settings.offload.reference,
+        Role.CRITIC: settings.offload.critic,
+    }
+    found = (_stays(role, offload, settings, layout) for role, offload in given.items() if layout.role(role))
+    return tuple(stay for of_role in found for stay in of_role)
+
+
+def _stays(role: Role, offload: RoleOffloadSettings, settings: TrainSettings, layout: Layout) -> Iterator[Stay]:
+    busy = tuple(Phase(phase) for phase in PHASES[role])
+    needed = busy
+    if role == Role.ACTOR:
+        if not computes_logprobs(settings):
+            needed = tuple(phase for phase in busy if phase is not Phase.LOGPROB)
+        if not engine_owns_weights(settings, layout):
+            needed = (Phase.GENERATE, *needed)
+    yield _stay(role, Part.PARAMETERS, needed, PLACES[offload.parameters])
+    if Phase.UPDATE in busy:
+        yield _stay(role, Part.OPTIMIZER, (Phase.UPDATE,), PLACES[offload.optimizer])
+
+
+def _stay(role: Role, part: Part, needed: tuple[Phase, ...], otherwise: Residency) -> Stay:
+    phases = EVERY if otherwise is Residency.DEVICE else tuple(phase for phase in EVERY if phase in needed)
+    return Stay(role=str(role), part=part, phases=phases, otherwise=otherwise)
+
+
+def stay_lines(found: tuple[Stay, ...]) -> Iterator[LedgerLine]:
+    """What is moved away, for the plan; nothing where nothing is."""
+    for stay in found:
+        if stay.moves:
+            formula = f"on the device in {', '.join(stay.phases)}; else on the {stay.otherwise}"
+            name = f"{stay.role}: {stay.part}"
+            yield LedgerLine(section="residency", name=name, value=str(stay.otherwise), formula=formula, source=DERIVED)
