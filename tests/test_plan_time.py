@@ -235,7 +235,7 @@ def test_adapters_have_a_small_optimizer() -> None:
 def test_log_probs_of_a_large_vocabulary_take_what_was_measured(backward: bool, measured_s: float) -> None:
     """64k tokens, 151,936 tokens of vocabulary, 896 wide, on an H200; nothing was fitted to it."""
     role = actor("Qwen2.5-0.5B", 65536)
-    role = replace(role, model=replace(role.model, layers=(), final_norm=0))
+    role = replace(role, model=replace(role.model, layers=Layers(()), final_norm=0))
     alone = Work(tokens=0, predictions=65536)
     found = update_time(role, alone, ONE, C) if backward else forward_time(role, alone, ONE, C, Phase.LOGPROB)
     assert found.seconds - part(found, "optimizer") == pytest.approx(measured_s, rel=0.1)

@@ -78,11 +78,11 @@ def decode_step(
 def _met_parameters(model: DecoderNumbers, rows: float) -> float:
     """Parameters that a decode step reads: of routed experts those that any of the rows meets, if tokens choose alike."""
     read = float(model.computed + model.head_matrix)
-    for layer in model.layers:
+    for layer, count in model.layers.runs:
         if layer.experts:
             each = layer.experts / layer.num_experts
             met = layer.num_experts * (1 - (1 - layer.experts_met / layer.num_experts) ** rows)
-            read += each * (max(met, layer.experts_met) - layer.experts_met)
+            read += count * each * (max(met, layer.experts_met) - layer.experts_met)
     return read
 
 

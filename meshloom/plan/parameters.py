@@ -9,8 +9,10 @@ files of weights, with copies of both tables; transformers loads them only for s
 are counted apart.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 Config = Mapping[str, Any]
@@ -61,6 +63,48 @@ class Layer:
         return self.attention + self.mlp + self.experts + self.shared_experts
 
 
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model in order, kept as runs of equal ones: as small for a thousand as for one.
+
+    Args:
+        runs: each a layer, and how many of it follow each other.
+    """
+
+    runs: tuple[tuple[Layer, int], ...]
+
+    @classmethod
+    def of(cls, layers: Iterable[Layer]) -> "Layers":
+        """The runs of these layers."""
+        return cls(tuple((layer, sum(1 for _ in equal)) for layer, equal in groupby(layers)))
+
+    def __len__(self) -> int:
+        return sum(count for _, count in self.runs)
+
+    def __iter__(self) -> Iterator[Layer]:
+        return (layer for layer, count in self.runs for _ in range(count))
+
+    def __getitem__(self, index: int) -> Layer:
+        for layer, count in self.runs:
+            if index < count:
+                return layer
+            index -= count
+        raise IndexError(index)
+
+    def between(self, start: int, stop: int) -> "Layers":
+        """The layers of a stretch."""
+        found, at = [], 0
+        for layer, count in self.runs:
+            if (inside := min(stop, at + count) - max(start, at)) > 0:
+                found.append((layer, inside))
+            at += count
+        return Layers(tuple(found))
+
+    def sum(self, number: Callable[[Layer], int]) -> int:
+        """A number of each layer, added up."""
+        return sum(count * number(layer) for layer, count in self.runs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderNumbers:
     """A decoder in numbers: parameters by component, and the widths that memory and time follow from.
@@ -84,7 +128,7 @@ class DecoderNumbers:
 
     family: str
     embedding: int
-    layers: tuple[Layer, ...]
+    layers: Layers
     final_norm: int
     head: int
     further: int = 0
@@ -102,20 +146,20 @@ class DecoderNumbers:
         """Whether the output head is the embedding table."""
         return not self.head
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Parameters of the model as transformers loads it."""
-        return self.embedding + sum(layer.total for layer in self.layers) + self.final_norm + self.head
+        return self.embedding + self.layers.sum(lambda layer: layer.total) + self.final_norm + self.head
 
     @property
     def active(self) -> int:
         """Parameters that one token meets, tables included, as model cards count them."""
-        return self.total - sum(layer.total - layer.active for layer in self.layers)
+        return self.total - self.layers.sum(lambda layer: layer.total - layer.active)
 
-    @property
+    @cached_property
     def computed(self) -> int:
         """Parameters that one token is computed with, without the tables: layers and last norm."""
-        return sum(layer.active for layer in self.layers) + self.final_norm
+        return self.layers.sum(lambda layer: layer.active) + self.final_norm
 
     @property
     def head_matrix(self) -> int:
@@ -130,7 +174,7 @@ class DecoderNumbers:
         """Parameters of each component; they add up to ``total``."""
         parts = {"embedding": self.embedding}
         for name in ("attention", "mlp", "experts", "shared_experts", "router", "norms"):
-            parts[name] = sum(getattr(layer, name) for layer in self.layers)
+            parts[name] = sum(count * getattr(layer, name) for layer, count in self.layers.runs)
         parts["norms"] += self.final_norm
         return parts | {"head": self.head}
 
@@ -175,14 +219,12 @@ class _Sizes:
         return value
 
 
-def _decoder(
-    sizes: _Sizes, layers: tuple[Layer, ...], tied: bool, *, further: int = 0, **widths: int
-) -> DecoderNumbers:
+def _decoder(sizes: _Sizes, layers: Iterable[Layer], tied: bool, *, further: int = 0, **widths: int) -> DecoderNumbers:
     hidden, vocabulary = sizes.number("hidden_size"), sizes.number("vocab_size")
     return DecoderNumbers(
         family=sizes.family,
         embedding=vocabulary * hidden,
-        layers=layers,
+        layers=Layers.of(layers),
         final_norm=hidden,
         head=0 if tied else vocabulary * hidden,
         further=further,
@@ -204,7 +246,7 @@ def _grouped(sizes: _Sizes, tied: bool) -> DecoderNumbers:
     attention += hidden if sizes["attention_bias"] else 0
     attention += heads if sizes["sinks"] else 0
     norms = sizes["norms_of_hidden"] * hidden + (2 * head_dim if sizes["norms_of_heads"] else 0)
-    layers = tuple(
+    layers = (
         Layer(attention=attention, norms=norms, **_mlp(sizes, index))
         for index in range(sizes.number("num_hidden_layers"))
     )
@@ -259,7 +301,7 @@ def _latent(sizes: _Sizes, tied: bool) -> DecoderNumbers:
         attention += hidden * low + low * query + (low if bias else 0)
         norms += low
     count = sizes.number("num_hidden_layers")
-    layers = tuple(Layer(attention=attention, norms=norms, **_mlp(sizes, index)) for index in range(count))
+    layers = (Layer(attention=attention, norms=norms, **_mlp(sizes, index)) for index in range(count))
     further = sizes["num_nextn_predict_layers"] or sizes["num_mtp_layers"] or 0
     one = Layer(attention=attention, norms=norms, **_mlp(sizes, count)).total
     # Each joins the norms of embedding and hidden state in one projection, and has a norm of its own after its layer.

@@ -11,6 +11,7 @@ weights.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshloom.plan.parameters import DecoderNumbers, Layer
 
@@ -79,6 +80,7 @@ def stage_layers(num_layers: int, stages: int, stage: int) -> range:
     return range(start, start + each + (stage < more))
 
 
+@lru_cache(maxsize=4096)
 def part_of(model: DecoderNumbers, cut: Cut, *, compiled: bool, stage: int = 0) -> Part:
     """What a device of a stage has.
 
@@ -89,21 +91,28 @@ def part_of(model: DecoderNumbers, cut: Cut, *, compiled: bool, stage: int = 0) 
         stage: of the pipeline.
     """
     first, last = stage == 0, stage == cut.pipeline - 1
-    layers = [model.layers[index] for index in stage_layers(len(model.layers), cut.pipeline, stage)]
-    sizes = [ceil_div(layer.cut_by_tensor, cut.tensor) + layer.norms + layer.router for layer in layers]
+    stretch = stage_layers(len(model.layers), cut.pipeline, stage)
+    layers = model.layers.between(stretch.start, stretch.stop)
     needs_table = first or (last and model.tied)
     tables = (model.embedding if needs_table else 0) + (model.head if last else 0)
     root = ceil_div(tables, cut.tensor) + (model.final_norm if last else 0)
-    widths = [values_per_token(model, layer, cut.tensor, compiled=compiled) for layer in layers]
+
+    def size(layer: Layer) -> int:
+        return ceil_div(layer.cut_by_tensor, cut.tensor) + layer.norms + layer.router
+
+    def width(layer: Layer) -> int:
+        return values_per_token(model, layer, cut.tensor, compiled=compiled)
+
+    whole = layers.sum(size) + root
     return Part(
         layers=len(layers),
-        parameters=sum(sizes) + root,
-        largest_layer=max(sizes, default=0),
+        parameters=whole,
+        largest_layer=max((size(layer) for layer, _ in layers.runs), default=0),
         root=root,
-        sharded=ceil_div(sum(sizes) + root, cut.shards),
+        sharded=ceil_div(whole, cut.shards),
         hidden=model.hidden,
-        layer_values=max(widths, default=0),
-        kept_values=sum(widths),
+        layer_values=max((width(layer) for layer, _ in layers.runs), default=0),
+        kept_values=layers.sum(width),
         vocabulary=ceil_div(model.vocabulary, cut.tensor) if last else 0,
     )
 
