@@ -59,6 +59,7 @@ class Plan:
         recompute: whether layers are recomputed in the backward pass; false while that is open.
         layout: the roles of a reinforcement-learning run on its devices; none for other runs.
         together: overrides that end all problems of devices together, where there are several.
+        outlook: memory and time of each group of devices, as records; none where they were not counted.
     """
 
     title: str
@@ -69,6 +70,7 @@ class Plan:
     recompute: bool = False
     layout: Layout | None = None
     together: tuple[str, ...] = ()
+    outlook: Outlook | None = None
 
     def value(self, name: str) -> int | float | str | None:
         """The value of a line, by its name.
@@ -112,6 +114,7 @@ def build_plan(
     layout: Layout | None = None
     together: tuple[str, ...] = ()
     over_devices: tuple[LedgerLine, ...] = ()
+    outlook: Outlook | None = None
     if isinstance(settings, TrainSettings):
         settings = with_device_kind(settings, device_memory)
         device_memory = settings.device_memory_bytes or device_memory
@@ -128,7 +131,7 @@ def build_plan(
         _check_positions(found, settings, folder)
         try:
             lines += _compute_lines(found, settings, folder)
-            more, recompute = _memory_and_time(found, settings, layout, folder, device_memory)
+            more, recompute, outlook = _memory_and_time(found, settings, layout, folder, device_memory)
             lines += more
         except UnknownShape as error:
             found.warn("M002", "model.path", f"the plan has no memory ledger: {error}")
@@ -147,6 +150,7 @@ def build_plan(
         recompute=recompute,
         layout=layout,
         together=together,
+        outlook=outlook,
     )
 
 
@@ -171,14 +175,14 @@ def _memory_and_time(
     layout: Layout | None,
     folder: ModelFolder,
     device_memory: int | None,
-) -> tuple[list[LedgerLine], bool]:
-    """What the run holds and takes, and whether layers are recomputed. Over several devices the ledgers are those of each;
-    where these cannot be made, those of one device stand for them."""
+) -> tuple[list[LedgerLine], bool, Outlook | None]:
+    """What the run holds and takes, whether layers are recomputed, and the outlook where there is one. Over several devices
+    the ledgers are those of each; where these cannot be made, those of one device stand for them."""
     recompute, over_devices = settings.model.gradient_checkpointing is True, False
     if isinstance(settings, TrainSettings) and layout is not None:
         over_devices = layout.topology.num_devices > 1
         if over_devices and is_incomplete(settings, layout):
-            return [nothing_counted()], recompute
+            return [nothing_counted()], recompute, None
     ahead = _look_ahead(found, settings, layout, folder, device_memory)
     several = ahead is not None and over_devices
     lines: list[LedgerLine] = []
@@ -193,7 +197,7 @@ def _memory_and_time(
             _check_memory(found, settings, {line.name: line.value for line in ledger}, recompute)
     else:
         lines += ahead.memory
-    return lines + ([] if ahead is None else list(ahead.time)), recompute
+    return lines + ([] if ahead is None else list(ahead.time)), recompute, ahead
 
 
 def _look_ahead(

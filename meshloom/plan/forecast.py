@@ -263,11 +263,11 @@ def _phases(
         if role.is_trained:
             yield update_time(role, passes, cluster, constants, updates=updates_per_step(settings) or 1)
     if engine is not None and rollout is not None and Role.ACTOR in models:
-        apart = not _share(rollout, layout.role(Role.ACTOR))
+        apart = not share_devices(rollout, layout.role(Role.ACTOR))
         yield movement_time(engine, models[Role.ACTOR], cluster, constants, apart=apart)
 
 
-def _share(one: RoleLayout | None, other: RoleLayout | None) -> bool:
+def share_devices(one: RoleLayout | None, other: RoleLayout | None) -> bool:
     """Whether two roles have a device in common."""
     if one is None or other is None:
         return False
@@ -288,5 +288,7 @@ def _step(
         longest += max(of_groups, key=lambda found: sum(each.seconds for each in found), default=[])
     generated = [found for found in longest if found.phase is Phase.GENERATE]
     others = [found for found in longest if found.phase is not Phase.GENERATE]
-    apart = settings.algorithm.max_lag_versions > 0 and not _share(layout.role(Role.ROLLOUT), layout.role(Role.ACTOR))
+    apart = settings.algorithm.max_lag_versions > 0 and not share_devices(
+        layout.role(Role.ROLLOUT), layout.role(Role.ACTOR)
+    )
     return step_seconds(generated, others, constants, offload=offload, apart=apart)

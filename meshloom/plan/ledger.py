@@ -24,6 +24,7 @@ class LedgerLine:
         formula: how it follows from others; for a number that is given, the setting.
         source: where it was given: ``default``, ``run.yaml:12``, an override; ``DERIVED`` if it follows from others.
         unit: what it counts.
+        phases: in which bytes are held; empty for what is no holding.
     """
 
     section: str
@@ -32,6 +33,7 @@ class LedgerLine:
     formula: str
     source: str
     unit: str = ""
+    phases: tuple[str, ...] = ()
 
 
 def train_steps(settings: TrainSettings, num_prompts: int | None) -> int | None:

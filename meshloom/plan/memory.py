@@ -35,6 +35,7 @@ _GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
 MACHINE, GPU = "memory of this machine", "memory of the GPU"
 GENERATING, UPDATING = "peak while generating", "peak while updating"
 """Names of the lines that are compared."""
+_PHASES = {"g": "generate", "u": "update"}
 
 
 class UnknownShape(ValueError):
@@ -154,7 +155,10 @@ class _Memory:
         self.lines.append(LedgerLine(section="memory", name=name, value=value, formula=formula, source="model.path"))
 
     def bytes(self, name: str, value: int, formula: str, *, phases: str, source: str = DERIVED) -> None:
-        line = LedgerLine(section="memory", name=name, value=value, formula=formula, source=source, unit="bytes")
+        when = tuple(_PHASES[phase] for phase in phases)
+        line = LedgerLine(
+            section="memory", name=name, value=value, formula=formula, source=source, unit="bytes", phases=when
+        )
         self.lines.append(line)
         for phase in phases:
             self.sums[phase] += value

@@ -19,7 +19,7 @@ from meshloom.plan.checks import Findings
 from meshloom.plan.constants import Constants
 from meshloom.plan.faults import shortened, with_values
 from meshloom.plan.fitting import GIB, Case, Look, changes_that_fit, where_else
-from meshloom.plan.forecast import Group
+from meshloom.plan.forecast import Forecast, Group
 from meshloom.plan.hardware import find_device, names_of_devices
 from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import DERIVED, LedgerLine
@@ -53,12 +53,16 @@ class Outlook:
         memory: lines of each group of devices.
         time: lines of the step, and assumptions.
         tight: whether a device holds more than it has, or is likely too small.
+        groups: devices by what they hold.
+        forecast: of a step; none where the devices are not known, or do not hold the run.
     """
 
     recompute: Recompute
     memory: tuple[LedgerLine, ...]
     time: tuple[LedgerLine, ...]
     tight: bool
+    groups: tuple[Group, ...] = ()
+    forecast: Forecast | None = None
 
 
 def with_device_kind(settings: TrainSettings, device_memory: int | None) -> TrainSettings:
@@ -132,6 +136,8 @@ def look_ahead(
         memory=(*_common_lines(look), *held),
         time=tuple(_time_lines(look, fits=lacks is not _Lack.ALL)),
         tight=lacks is not _Lack.NOTHING,
+        groups=look.groups,
+        forecast=None if lacks is _Lack.ALL else look.forecast,
     )
 
 

@@ -12,7 +12,7 @@ from meshloom.plan.placement import PHASES
 
 _LABEL, _CELL, _ACROSS, _PHASE = 12, 8, 8, 10
 _MOST_KINDS, _MOST_NAMES = 12, 4
-_PHASES = ("generate", "score", "log-prob", "update", "sync")
+STEP_PHASES = ("generate", "score", "log-prob", "update", "sync")
 
 Signature = tuple[tuple[tuple[int, int, int], ...], ...]
 """Of one node, for each role: first index, end index and place in the innermost group of each stretch."""
@@ -28,7 +28,7 @@ def draw(layout: Layout) -> str:
     nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes:,} nodes"
     each = " each" if topology.num_nodes > 1 else ""
     lines = [f"devices: {nodes}, {topology.devices_per_node} devices{each}", ""]
-    kinds = _kinds(layout)
+    kinds = kinds_of_nodes(layout)
     for alike in kinds[:_MOST_KINDS]:
         lines += [*_node(layout, alike), ""]
     if len(kinds) > _MOST_KINDS:
@@ -37,7 +37,7 @@ def draw(layout: Layout) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _kinds(layout: Layout) -> list[list[int]]:
+def kinds_of_nodes(layout: Layout) -> list[list[int]]:
     """Nodes in groups that are alike, in the order of their first."""
     found: dict[Signature, list[int]] = {}
     for node in range(layout.topology.num_nodes):
@@ -119,7 +119,7 @@ def _meshes(layout: Layout) -> Iterator[str]:
 
 
 def _phases(layout: Layout) -> Iterator[str]:
-    yield f"{'phase':<{_LABEL}}" + "".join(f"{phase:<{_PHASE}}" for phase in _PHASES)
+    yield f"{'phase':<{_LABEL}}" + "".join(f"{phase:<{_PHASE}}" for phase in STEP_PHASES)
     for role in layout.roles:
         busy = PHASES[role.role]
-        yield f"{role.role:<{_LABEL}}" + "".join(f"{'■' if phase in busy else '':<{_PHASE}}" for phase in _PHASES)
+        yield f"{role.role:<{_LABEL}}" + "".join(f"{'■' if phase in busy else '':<{_PHASE}}" for phase in STEP_PHASES)

@@ -39,8 +39,8 @@ def as_text(show: Callable[[Console], None], columns: int = _UNLIMITED) -> str:
 
 def plan_json(plan: Plan) -> str:
     """The plan as JSON."""
-    data = dataclasses.asdict(dataclasses.replace(plan, layout=None))
-    del data["layout"]
+    data = dataclasses.asdict(dataclasses.replace(plan, layout=None, outlook=None))
+    del data["layout"], data["outlook"]
     data["device_map"] = None if plan.layout is None else plan.layout.as_json()
     return json.dumps(data, indent=2, ensure_ascii=False)
 

@@ -12,7 +12,7 @@ that compute in one phase on one device take turns: of what lives only while the
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.recompute import needed_bytes
@@ -73,7 +73,8 @@ class DeviceLedger:
         for holding in self.holdings:
             when = "every phase" if holding.phases == EVERY else ", ".join(holding.phases)
             where = "" if holding.at is Residency.DEVICE else f"; else on the {holding.at}"
-            yield _line(f"{holding.role}: {holding.name}", holding.bytes, f"{holding.formula}; in {when}{where}")
+            name, formula = f"{holding.role}: {holding.name}", f"{holding.formula}; in {when}{where}"
+            yield replace(_line(name, holding.bytes, formula), phases=tuple(map(str, holding.phases)))
         for phase in Phase:
             formula = "sum of what the phase holds; libraries and fragmentation come on top"
             yield _line(f"held in {phase}", self.held(phase), formula)
