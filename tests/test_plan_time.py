@@ -12,7 +12,7 @@ import pytest
 from meshloom.plan.arithmetic import Work
 from meshloom.plan.constants import ASSUMED, Cluster, Constants, assumptions
 from meshloom.plan.hardware import MEASURED_H200, find_device
-from meshloom.plan.parameters import DecoderNumbers, count_parameters
+from meshloom.plan.parameters import DecoderNumbers, Layers, count_parameters
 from meshloom.plan.residency import EngineRole, ModelRole, Move, Phase, Residency
 from meshloom.plan.shards import Cut
 from meshloom.plan.time import (
