@@ -1,6 +1,6 @@
 """Whether layers are recomputed in the backward pass: only where the memory ledger asks for it.
 
-Owns: the rule for ``model.gradient_checkpointing: auto``, and its margin. Refuses to know: how layers are recomputed. Always
+Owns: the rule for ``model.gradient_checkpointing: auto``. Refuses to know: how layers are recomputed. Always
 holds: the plan and the run decide by this one function; what cannot be known yet is left open and said.
 """
 
@@ -9,21 +9,13 @@ from dataclasses import dataclass
 import psutil
 
 from meshloom.config.settings import SftSettings, TrainSettings
+from meshloom.plan.headroom import FRAGMENTS, LIBRARIES, needed_bytes
 from meshloom.plan.ledger import LedgerLine
 from meshloom.plan.memory import UPDATING, memory_ledger, on_gpu
 from meshloom.plan.model_folder import ModelFolder
 
 RECOMPUTED = "recomputed"
 """Name of the plan's line."""
-_LIBRARIES = 2 * 2**30
-"""What a GPU holds besides tensors: the context, workspaces of the matrix library, modules of compiled code."""
-_FRAGMENTS = 0.1
-"""Share of the peak that is lost between the allocator's blocks, and by which the estimate may be short."""
-
-
-def needed_bytes(peak: int) -> int:
-    """Bytes that a GPU must have for a phase that holds so many."""
-    return int(peak * (1 + _FRAGMENTS)) + _LIBRARIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +60,7 @@ def choose_recompute(
     lines = memory_ledger(settings, folder, recompute=False)
     peak = sum(line.value for line in lines if line.name == UPDATING and isinstance(line.value, int))
     needed = needed_bytes(peak) if gpu else peak
-    margin = f" × {1 + _FRAGMENTS:g} + {_LIBRARIES // 2**30} GiB" if gpu else ""
+    margin = f" × {1 + FRAGMENTS:g} + {LIBRARIES // 2**30} GiB" if gpu else ""
     formula = (
         f"auto: {UPDATING} without it, {peak / 2**30:,.1f} GiB{margin} {'>' if needed > has else '≤'} "
         f"{has / 2**30:,.1f} GiB that {'the GPU has free' if gpu else 'this machine has'}"

@@ -13,9 +13,10 @@ that compute in one phase on one device take turns: of what lives only while the
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from meshloom.plan.headroom import needed_bytes
 from meshloom.plan.ledger import DERIVED, LedgerLine
-from meshloom.plan.recompute import needed_bytes
 from meshloom.plan.residency import EVERY, EngineRole, Holding, ModelRole, Move, Phase, Residency
 from meshloom.plan.shards import Cut, Part, cached_values, ceil_div, part_of
 
@@ -104,9 +105,12 @@ def device_ledger(
 def heaviest_stage(role: ModelRole) -> int:
     """The stage whose devices hold most at once; the first of equals."""
     stages = range(role.cut.pipeline)
+    if len(stages) == 1:
+        return 0
     return max(stages, key=lambda stage: DeviceLedger(holdings=model_holdings(role, stage)).peak[1])
 
 
+@lru_cache(maxsize=4096)
 def model_holdings(role: ModelRole, stage: int = 0) -> tuple[Holding, ...]:
     """What a role's model holds on a device of a stage."""
     part = part_of(role.model, role.cut, compiled=role.compiled, stage=stage)
@@ -116,6 +120,7 @@ def model_holdings(role: ModelRole, stage: int = 0) -> tuple[Holding, ...]:
     return (*found, *_communication(role.name, role.cut))
 
 
+@lru_cache(maxsize=1024)
 def engine_holdings(role: EngineRole) -> tuple[Holding, ...]:
     """What a replica of an engine holds on each of its devices."""
     awake = (Phase.GENERATE,) if role.sleeps else EVERY
