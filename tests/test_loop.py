@@ -18,7 +18,8 @@ from meshloom.config.names import Advantage, PolicyLoss
 from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
 from meshloom.loop.build import build_actor, build_engine, decoder, sampling_params, texts_decoder
-from meshloom.loop.collect import Collected, Collector, Draw
+from meshloom.loop.collect import Collector
+from meshloom.loop.stage import Collected, Draw
 from meshloom.loop.step_metrics import SpreadWatch
 from meshloom.loop.train import run_training
 from meshloom.observe.records import read_metrics, read_samples
@@ -412,7 +413,7 @@ def test_groups_that_miss_the_deadline_are_tried_once_more_and_then_dropped(inpu
 
         return decode
 
-    def collect(pool: RewardPool, decode: Callable[[Sequence[Sequence[int]]], list[str]]) -> Collected:
+    def collect(pool: RewardPool, decode: Callable[[Sequence[Sequence[int]]], list[str]]) -> Collected[Samples]:
         return Collector(
             engine=build_engine(model, rollout, settings.data, tokenizer),
             scorer=pool,
@@ -428,9 +429,9 @@ def test_groups_that_miss_the_deadline_are_tried_once_more_and_then_dropped(inpu
         undisturbed = collect(pool, first)
         # One sample runs at a time: the fourth that is read is the first of the second group, the seventh its last one.
         late_once, late_twice = collect(pool, slow_at(3)), collect(pool, slow_at(3, 6))
-    assert (undisturbed.retried, undisturbed.dropped) == (0, [])
-    assert (late_once.retried, late_once.dropped) == (3, [])
-    assert (late_twice.retried, late_twice.dropped) == (3, draws[2:])
+    assert (undisturbed.retried, undisturbed.dropped) == (0, ())
+    assert (late_once.retried, late_once.dropped) == (3, ())
+    assert (late_twice.retried, late_twice.dropped) == (3, tuple(draws[2:]))
     assert (len(late_once.groups), len(late_twice.groups)) == (4, 2)
     for collected in (late_once, late_twice):
         for group, expected in zip(collected.groups, undisturbed.groups, strict=False):

@@ -5,7 +5,6 @@ import json
 import random
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,14 +242,14 @@ def test_eight_thousand_devices_take_no_longer_to_plan() -> None:
 
 
 def test_the_rule_for_log_probs_is_the_loops() -> None:
-    from meshloom.loop.rl import RLProgram
+    from meshloom.loop.rl import needs_old_logprob
 
     choices = itertools.product((None, 64, 32), (1, 2), (0, 1), ("none", "loss", "reward"))
     for per_update, epochs, lag, kl in choices:
         given = [f"batch.prompts_per_update={'null' if per_update is None else per_update}"]
         given += [f"batch.epochs_per_step={epochs}", f"algorithm.max_lag_versions={lag}", f"algorithm.kl={kl}"]
         settings = settings_of(*given)
-        assert computes_old_logprobs(settings) == RLProgram._needs_old_logprob(SimpleNamespace(settings=settings))  # type: ignore[arg-type]
+        assert computes_old_logprobs(settings) == needs_old_logprob(settings)
 
 
 def test_every_run_that_can_be_laid_out_has_a_forecast() -> None:

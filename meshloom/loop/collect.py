@@ -8,13 +8,15 @@ tokens that are trained on; a sample that was not finished or not scored never h
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from meshloom.data.rows import Prompt
+from meshloom.loop.control import tried_twice
+from meshloom.loop.stage import Attempt, Collected, Draw
 from meshloom.observe.timing import PhaseClock
 from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
 from meshloom.rollout.protocol import Completion, Engine, FinishReason, Request, SamplingParams
@@ -34,28 +36,6 @@ class Scorer(Protocol):
     """What scores: see ``rewards.pool.RewardPool``."""
 
     def submit(self, request: RewardRequest) -> Scoring: ...
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One use of a prompt: the group it makes.
-
-    Args:
-        number: counts all draws of a run; seeds follow from it, so a repeated draw repeats itself.
-        prompt: index of the prompt in its source.
-    """
-
-    number: int
-    prompt: int
-
-
-@dataclass
-class Collected:
-    """What a rollout gave."""
-
-    groups: list[Samples] = field(default_factory=list)
-    dropped: list[Draw] = field(default_factory=list)
-    retried: int = 0
 
 
 def sample_seed(run_seed: int, draw: int, index: int, purpose: str = "train") -> int:
@@ -98,33 +78,16 @@ class Collector:
         """
         self.engine.generate(self._requests([Draw(i, i) for i in range(len(self.prompts))]), deadline_s=0.0)
 
-    def collect(self, draws: Sequence[Draw], *, deadline_s: float, clock: PhaseClock) -> Collected:
+    def collect(self, draws: Sequence[Draw], *, deadline_s: float, clock: PhaseClock) -> Collected[Samples]:
         """Generate and score the samples of each draw; waiting for rewards is a phase of its own.
 
         A draw with unfinished samples is tried once more, with the same deadline, then dropped.
         """
-        result = Collected()
-        done: dict[int, Samples] = {}
-        open_draws = list(draws)
-        for attempt in range(2):
-            unfinished = []
-            for draw, group in self._attempt(open_draws, deadline_s, clock):
-                if group is None:
-                    unfinished.append(draw)
-                else:
-                    done[draw.number] = group
-            open_draws = unfinished
-            if attempt == 0:
-                result.retried = len(open_draws)
-            if not open_draws:
-                break
-        result.groups = [done[draw.number] for draw in draws if draw.number in done]
-        result.dropped = open_draws
-        return result
+        first = self.attempt(draws, deadline_s=deadline_s, clock=clock)
+        return tried_twice(draws, first, lambda again: self.attempt(again, deadline_s=deadline_s, clock=clock))
 
-    def _attempt(
-        self, draws: Sequence[Draw], deadline_s: float, clock: PhaseClock
-    ) -> Iterable[tuple[Draw, Samples | None]]:
+    def attempt(self, draws: Sequence[Draw], *, deadline_s: float, clock: PhaseClock) -> Attempt[Samples]:
+        """Generate and score the samples of each draw, once."""
         by_number = {draw.number: draw for draw in draws}
         finished: dict[int, dict[int, tuple[Completion, str, Scoring]]] = {draw.number: {} for draw in draws}
         for completions in self._finished(self.engine.generate(self._requests(draws), deadline_s=deadline_s)):
@@ -137,10 +100,13 @@ class Collector:
             for parts in finished.values():
                 for _, _, scoring in parts.values():
                     scoring.result()
-        for draw in draws:
-            parts = finished[draw.number]
-            whole = len(parts) == self.samples_per_prompt
-            yield draw, self._group(draw, [parts[k] for k in range(self.samples_per_prompt)]) if whole else None
+        whole = {draw.number for draw in draws if len(finished[draw.number]) == self.samples_per_prompt}
+        groups = {
+            draw.number: self._group(draw, [finished[draw.number][k] for k in range(self.samples_per_prompt)])
+            for draw in draws
+            if draw.number in whole
+        }
+        return Attempt(groups, [draw for draw in draws if draw.number not in whole])
 
     def _finished(self, completions: Iterable[Completion]) -> Iterator[list[Completion]]:
         """Finished samples in batches of those that come within a moment of each other."""

@@ -188,11 +188,6 @@ class Session:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def due(every_steps: int, step: int) -> bool:
-    """Whether something that is done every so many steps (0: never) is done after a step."""
-    return every_steps > 0 and step % every_steps == 0
-
-
 def _random_states() -> dict[str, Tensor]:
     """States of torch's generators: the processor's, and each GPU's where one is in use."""
     states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []

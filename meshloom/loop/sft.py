@@ -22,7 +22,8 @@ from meshloom.loop.build import (
     require_vocabulary,
     set_end_tokens,
 )
-from meshloom.loop.session import Cut, Session, due, read_cut, set_random_states
+from meshloom.loop.control import due
+from meshloom.loop.session import Cut, Session, read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.samples import Samples

@@ -14,7 +14,6 @@ from meshloom.data.order import PromptOrder
 from meshloom.data.prompts import render_prompts
 from meshloom.data.rows import Prompt
 from meshloom.data.sources import load_rows
-from meshloom.loop.buffer import GroupBuffer
 from meshloom.loop.build import (
     build_actor,
     build_engine,
@@ -28,7 +27,8 @@ from meshloom.loop.build import (
     texts_decoder,
 )
 from meshloom.loop.collect import Collector
-from meshloom.loop.rl import RLProgram, Roles
+from meshloom.loop.control import ControlLoop, Schedule
+from meshloom.loop.rl import RLStage, Roles, standing
 from meshloom.loop.session import read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
@@ -80,14 +80,16 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
         session = resources.enter_context(open_session(settings, plan, roles.actor, resume=resume, cut=cut))
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
-        buffer = GroupBuffer(settings.algorithm.max_lag_versions)
-        program = RLProgram(settings, session, roles, order, buffer, tokenizer, plan.updates)
+        stage = RLStage(settings, session, roles, tokenizer, plan.updates)
         if ahead is not None:
-            program.await_compiler = ahead.wait
+            stage.await_compiler = ahead.wait
+        control = ControlLoop(Schedule.of(settings, plan.steps), stage, order)
         if cut is not None:
-            program.load(cut)
+            control.load(*standing(cut))
+            roles.engine.load_weights(control.version)
         set_random_states(cut, settings.seed)
-        return program.run()
+        finished = control.run()
+        return session.end(step=control.step, stopped=not finished)
 
 
 def _load_prompts(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from meshloom.config.settings import ValidationSettings
-from meshloom.loop.collect import Collector, Draw, sample_records
+from meshloom.loop.collect import Collector, sample_records
+from meshloom.loop.stage import Draw
 from meshloom.observe.statistics import pass_at_k, wilson_interval
 from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples, concat

@@ -1,0 +1,250 @@
+"""The control of a reinforcement-learning run: what comes after what.
+
+Owns: the order of a run (roll out, judge, learn, sync, report, validate, save), how far rollouts run ahead, the bounded buffer,
+retries and drops, the wish to stop, where a run stands. Refuses to know: tensors, models, engines, devices, files, clocks; a
+``Stage`` does the work. No torch here, so that a simulation runs this very class. Always holds: every draw is trained on once,
+dropped and counted, or in flight or in the buffer when the run is saved; nothing is trained on that is more than
+``max_lag_versions`` behind.
+
+Synchronous training is asynchronous training with a lag of zero: the rollout of a step is begun as soon as it is sure to be
+fresh enough when its turn comes. A step makes ``updates_per_step`` versions at most, so rollouts may be ``max_lag_versions //
+updates_per_step`` steps ahead of the step that is trained; with none ahead, a rollout begins after the sync of the step before.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from meshloom.config.errors import RunFault
+from meshloom.config.settings import TrainSettings
+from meshloom.data.order import PromptOrder
+from meshloom.loop.buffer import GroupBuffer
+from meshloom.loop.stage import Attempt, Collected, Draw, Group, Job, Progress, Stage, StepDone
+
+GroupT = TypeVar("GroupT")
+
+
+def due(every_steps: int, step: int) -> bool:
+    """Whether something that is done every so many steps (0: never) is done after a step."""
+    return every_steps > 0 and step % every_steps == 0
+
+
+def tried_twice(
+    draws: Sequence[Draw], first: Attempt[GroupT], again: Callable[[Sequence[Draw]], Attempt[GroupT]]
+) -> Collected[GroupT]:
+    """What draws give in the end: those that were unfinished are tried once more, then dropped.
+
+    Args:
+        draws: all of them.
+        first: what they gave at first.
+        again: tries some of them once more.
+    """
+    groups, dropped = dict(first.groups), first.unfinished
+    if first.unfinished:
+        second = again(first.unfinished)
+        groups |= second.groups
+        dropped = second.unfinished
+    in_order = [groups[draw.number] for draw in draws if draw.number in groups]
+    return Collected(in_order, tuple(dropped), retried=len(first.unfinished))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The numbers of a run that the control goes by.
+
+    Args:
+        steps: of the whole run.
+        prompts_per_step: that a step consumes.
+        updates_per_step: optimizer updates of a step, at most.
+        max_lag_versions: how many versions a token may be older than the weights it trains.
+        validate_first: validate before the first step.
+        validate_every: steps; 0 for after the last step only.
+        save_every: steps; 0 for at the end only.
+        deadline_s: of a rollout, named where nothing was finished in it.
+    """
+
+    steps: int
+    prompts_per_step: int
+    updates_per_step: int = 1
+    max_lag_versions: int = 0
+    validate_first: bool = False
+    validate_every: int = 0
+    save_every: int = 0
+    deadline_s: float = float("inf")
+
+    @classmethod
+    def of(cls, settings: TrainSettings, steps: int) -> "Schedule":
+        """Of a run's settings."""
+        batch = settings.batch
+        per_update = batch.prompts_per_update or batch.prompts_per_step
+        return cls(
+            steps=steps,
+            prompts_per_step=batch.prompts_per_step,
+            updates_per_step=-(-batch.prompts_per_step // per_update) * batch.epochs_per_step,
+            max_lag_versions=settings.algorithm.max_lag_versions,
+            validate_first=settings.validation.before_training,
+            validate_every=settings.validation.every_steps,
+            save_every=settings.checkpoint.every_steps,
+            deadline_s=settings.rollout.deadline_s,
+        )
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps whose rollouts may be in flight, beside the step that is trained next."""
+        return self.max_lag_versions // self.updates_per_step
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A job and its draws."""
+
+    draws: tuple[Draw, ...]
+    job: Job[Any]
+
+
+@dataclass
+class ControlLoop:
+    """A run and where it stands.
+
+    Args:
+        schedule: its numbers.
+        stage: that does the work.
+        order: of the prompts, already where the run stands.
+        step: steps done.
+        version: of the weights: optimizer updates made.
+        draws: prompts drawn so far.
+        saved_step: step of the newest checkpoint, 0 before the first.
+        score: of the validation after this step, if there was one.
+    """
+
+    schedule: Schedule
+    stage: Stage[Any, Any, Any]
+    order: PromptOrder
+    step: int = 0
+    version: int = 0
+    draws: int = 0
+    saved_step: int = 0
+    score: float | None = None
+    buffer: GroupBuffer = field(init=False)
+    _flights: deque[_Flight] = field(init=False, default_factory=deque)
+    _again: deque[tuple[Draw, ...]] = field(init=False, default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.buffer = GroupBuffer(self.schedule.max_lag_versions)
+
+    def run(self) -> bool:
+        """Train until the last step or the wish to stop; whether the last step was reached."""
+        schedule, stage = self.schedule, self.stage
+        if self.step == 0 and schedule.validate_first and not stage.stop_wanted:
+            self.score = stage.validate(self.step)
+        while self.step < schedule.steps and not stage.stop_wanted:
+            collected = self.roll_out()
+            self.train(collected)
+            if self.step == schedule.steps or due(schedule.validate_every, self.step):
+                self.score = stage.validate(self.step)
+            if due(schedule.save_every, self.step):
+                self.save()
+        if self.step > self.saved_step:
+            self.save()
+        for flight in self._flights:
+            flight.job.cancel()
+        return self.step == schedule.steps
+
+    def roll_out(self) -> Collected[Group[Any]]:
+        """Begin the rollouts that may begin, and wait for the one whose groups this step needs.
+
+        Raises:
+            RunFault: if none of its groups was finished.
+        """
+        self.buffer.drop_stale(self.version)
+        self._begin()
+        collected: Collected[Group[Any]] = Collected()
+        if len(self.buffer) < self.schedule.prompts_per_step:
+            collected = self._collect(self._flights.popleft())
+            self.buffer.put(collected.groups)
+        if not len(self.buffer):
+            raise RunFault(
+                "no group of this step was finished",
+                where="rollout.deadline_s",
+                why=f"{len(collected.dropped)} prompts ran out of {self.schedule.deadline_s:g} s twice",
+                fix="a longer deadline, shorter responses, or fewer prompts a step",
+            )
+        return collected
+
+    def train(self, collected: Collected[Group[Any]]) -> None:
+        """A step on the oldest groups that wait: new weights, and the engines have them.
+
+        Args:
+            collected: what the step's rollout gave, for its report.
+        """
+        groups = self.buffer.take(self.schedule.prompts_per_step)
+        lag = self.version - min(group.oldest_version for group in groups)
+        batch = self.stage.judge(groups)
+        learned = self.stage.learn(batch, self.version)
+        self.version += learned.num_updates
+        self.stage.sync(self.version)
+        self.step, self.score = self.step + 1, None
+        self.stage.report(
+            StepDone(
+                step=self.step,
+                version=self.version,
+                epoch=self.order.epoch + self.order.position / self.order.num_prompts,
+                batch=batch,
+                learned=learned,
+                lag=lag,
+                retried=collected.retried,
+                dropped=len(collected.dropped),
+                stale=self.buffer.dropped_stale,
+            )
+        )
+
+    def save(self) -> None:
+        """Let the stage write everything that decides the future, as of now."""
+        self.stage.save(self.progress(), tuple(self.buffer.groups), self.score)
+        self.saved_step = self.step
+
+    def progress(self) -> Progress:
+        """Where the run stands."""
+        return Progress(
+            step=self.step,
+            version=self.version,
+            draws=self.draws,
+            order=self.order.state(),
+            in_flight=(*(flight.draws for flight in self._flights), *self._again),
+            stale=self.buffer.dropped_stale,
+        )
+
+    def load(self, progress: Progress, waiting: Sequence[Group[Any]]) -> None:
+        """Stand where a run was saved; what was in flight then is begun again.
+
+        Args:
+            progress: as saved.
+            waiting: groups that were in the buffer.
+        """
+        self.step, self.version, self.draws = progress.step, progress.version, progress.draws
+        self.saved_step = self.step
+        self.order.load(progress.order)
+        self.buffer.groups, self.buffer.dropped_stale = list(waiting), progress.stale
+        self._again = deque(progress.in_flight)
+
+    def _begin(self) -> None:
+        """Begin rollouts for the next steps, as far ahead as their samples are sure to be fresh enough."""
+        steps = min(1 + self.schedule.steps_ahead, self.schedule.steps - self.step)
+        while (missing := steps * self.schedule.prompts_per_step - self._awaited()) > 0:
+            draws = self._again.popleft() if self._again else self._draw(min(missing, self.schedule.prompts_per_step))
+            self._flights.append(_Flight(draws, self.stage.begin_rollout(draws, self.version)))
+
+    def _awaited(self) -> int:
+        """Groups that wait or are in flight."""
+        return len(self.buffer) + sum(len(flight.draws) for flight in self._flights)
+
+    def _draw(self, count: int) -> tuple[Draw, ...]:
+        first, self.draws = self.draws, self.draws + count
+        return tuple(Draw(first + i, prompt) for i, prompt in enumerate(self.order.take(count)))
+
+    def _collect(self, flight: _Flight) -> Collected[Group[Any]]:
+        def again(draws: Sequence[Draw]) -> Attempt[Group[Any]]:
+            return self.stage.begin_rollout(draws, self.version).collect()
+
+        return tried_twice(flight.draws, flight.job.collect(), again)
