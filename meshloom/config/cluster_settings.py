@@ -39,6 +39,8 @@ class ClusterSettings(Settings):
     """Names of the machines, as host names; ``gpu[01-16]`` names sixteen. Default: node1, node2, …"""
     device: str | None = None
     """Kind of the devices, such as ``h200`` or ``a100-40gb``, by which the plan knows their memory and estimates time."""
+    constants: Place | None = None
+    """A YAML file of the cost model's constants, as ``meshloom calibrate`` writes it. Default: those measured on one H200."""
 
 
 class PlacementSettings(Settings):

@@ -15,7 +15,7 @@ from itertools import chain
 from meshloom.config.cluster_settings import OffloadPlace
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.checks import check_settings
-from meshloom.plan.constants import Cluster
+from meshloom.plan.constants import Cluster, Constants
 from meshloom.plan.device_checks import lay_out
 from meshloom.plan.faults import Change, overrides, with_values
 from meshloom.plan.forecast import Forecast, Group, count_roles, device_groups, forecast
@@ -46,6 +46,7 @@ class Case:
         memory: bytes of a device; none if that is not known.
         device: what the devices are; none if that is not known.
         machine: devices that this machine has.
+        constants: of the cost model.
     """
 
     settings: TrainSettings
@@ -55,6 +56,7 @@ class Case:
     memory: int | None
     device: Device | None
     machine: int
+    constants: Constants = Constants()
 
     def look(self, change: Change) -> "Look":
         """The run after a change, laid out and counted again."""
@@ -124,6 +126,7 @@ class Look:
             self.cluster,
             recompute=self.recompute,
             adapters=case.adapters,
+            constants=case.constants,
             device_memory=case.memory,
         )
 

@@ -7,6 +7,7 @@ share devices the sum; with one device it says what ``plan.memory`` says.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.arithmetic import Work
@@ -31,6 +32,8 @@ from meshloom.plan.time import (
     update_time,
 )
 from meshloom.plan.topology import DeviceSet
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +94,14 @@ class Forecast:
         """Of a role in a phase; 0 where it has nothing to do."""
         return sum(found.seconds for found in self.phases if found.role == role and found.phase is phase)
 
-    def lines(self, cluster: Cluster, constants: Constants) -> Iterator[LedgerLine]:
-        """The time ledger, and what it takes for granted."""
+    def lines(self, cluster: Cluster, constants: Constants, origins: Mapping[str, str] = _NONE) -> Iterator[LedgerLine]:
+        """The time ledger, and what it takes for granted.
+
+        Args:
+            cluster: of the forecast.
+            constants: of the forecast.
+            origins: where constants that were given come from, by name.
+        """
         for phase in self.phases:
             yield from phase.lines()
         for moved in self.offload:
@@ -101,7 +110,7 @@ class Forecast:
         given = self.lengths
         formula = f"prompts of {given.prompt:g}, responses of {given.response:g} tokens, the longest {given.longest}"
         yield LedgerLine(section="assumptions", name="lengths", value=None, formula=formula, source=DERIVED)
-        yield from assumptions(constants, cluster)
+        yield from assumptions(constants, cluster, origins)
 
 
 def _line(name: str, value: float, formula: str) -> LedgerLine:

@@ -31,6 +31,7 @@ class HardwareOptions:
     device_memory: str | None = None
     device_kind: str | None = None
     device_map: str | None = None
+    constants: str | None = None
 
     def overrides(self) -> list[str]:
         """The options as overrides.
@@ -44,6 +45,7 @@ class HardwareOptions:
             "device_memory_bytes": None if self.device_memory is None else parse_bytes(self.device_memory),
             "cluster.device": self.device_kind,
             "placement.map": self.device_map,
+            "cluster.constants": self.constants,
         }
         return [f"{path}={json.dumps(value)}" for path, value in values.items() if value is not None]
 

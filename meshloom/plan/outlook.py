@@ -4,8 +4,8 @@ Owns: when they are shown, and what is said where a device does not hold its rol
 seconds. Always holds: time is said to be an estimate, with what it takes for granted; a device that holds more than it has is
 refused.
 
-Codes: T004 an unknown kind of device, T005 a kind that nothing uses, M007 a device that holds more than it has, M008 one that
-is likely too small.
+Codes: T004 an unknown kind of device, T005 a kind that nothing uses, T006 constants that cannot be read, T007 constants that
+nothing uses or of another kind of device, M007 a device that holds more than it has, M008 one that is likely too small.
 """
 
 import difflib
@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from meshloom.config.errors import UserError
 from meshloom.config.problems import Problem
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.checks import Findings
-from meshloom.plan.constants import Constants
+from meshloom.plan.constants_file import GivenConstants, read_constants
 from meshloom.plan.faults import shortened, with_values
 from meshloom.plan.fitting import GIB, Case, Look, changes_that_fit, where_else
 from meshloom.plan.forecast import Forecast, Group
@@ -85,7 +86,8 @@ def with_device_kind(settings: TrainSettings, device_memory: int | None) -> Trai
 
 
 def check_device_kind(found: Findings, settings: TrainSettings) -> None:
-    """Refuse a kind of device that is not known; warn of one that nothing uses."""
+    """Refuse a kind of device that is not known, and constants that cannot be read; warn of what nothing uses."""
+    _check_constants(found, settings)
     name = settings.cluster.device
     if name is None:
         return
@@ -97,6 +99,37 @@ def check_device_kind(found: Findings, settings: TrainSettings) -> None:
         found.refuse("T004", _KIND, what, fix=f"{fix}; or leave it out and give device_memory_bytes")
     elif not on_gpu(settings.device):
         found.warn("T005", _KIND, f"{_KIND} is not used, as device is {settings.device}", fix="set device=cuda")
+
+
+def _check_constants(found: Findings, settings: TrainSettings) -> None:
+    path, file, kind = "cluster.constants", settings.cluster.constants, settings.cluster.device
+    if file is None:
+        return
+    try:
+        given = read_constants(file)
+    except UserError as error:
+        found.refuse("T006", path, "the constants of the cost model cannot be read", why=str(error), fix=error.fix)
+        return
+    device = None if given.device is None else find_device(given.device)
+    if kind is None:
+        fix = f"set {_KIND}, such as {(given.device or 'h200').lower().replace(' ', '-')}"
+        found.warn("T007", path, f"{path} is not used: without the kind of the devices no time is estimated", fix=fix)
+    elif device is not None and device is not find_device(kind):
+        what = f"the constants of {file} were fitted to {device.name}, the plan is for {kind}"
+        why = "shares of a maker's rate carry over to other devices only roughly"
+        found.warn("T007", path, what, why=why, fix="meshloom calibrate a run on the same kind of device")
+
+
+def _constants(settings: TrainSettings) -> GivenConstants:
+    """The constants that the settings give; those measured on one H200 where there are none, or none that can be read."""
+    try:
+        return (
+            GivenConstants(origins={})
+            if settings.cluster.constants is None
+            else read_constants(settings.cluster.constants)
+        )
+    except UserError:
+        return GivenConstants(origins={})
 
 
 def look_ahead(
@@ -127,6 +160,7 @@ def look_ahead(
         memory=device_memory if gpu else None,
         device=device,
         machine=devices_of_machine(),
+        constants=_constants(settings).constants,
     )
     look = case.look({})
     held = (line for group in look.groups for line in _memory_lines(look, group))
@@ -228,11 +262,13 @@ def _time_lines(look: Look, *, fits: bool) -> Iterator[LedgerLine]:
         formula = f"needs the kind of the devices: {_KIND} or --device-kind, such as h200"
         yield LedgerLine(section="time", name="basis", value=None, formula=formula, source=DERIVED)
         return
-    formula = "an estimate from constants measured on one H200, as if every sample were the longest"
+    given, file = _constants(look.settings), look.settings.cluster.constants
+    whose = "measured on one H200" if file is None else f"of {file}"
+    formula = f"an estimate from constants {whose}, as if every sample were the longest"
     if several:
         formula += "; what goes over several devices rests on assumptions that are not measured"
     yield LedgerLine(section="time", name="basis", value="estimate", formula=formula, source=DERIVED)
-    yield from look.forecast.lines(look.cluster, Constants())
+    yield from look.forecast.lines(look.cluster, given.constants, given.origins)
     if look.layout.role(Role.REWARD) is not None:
         formula = "neither its memory nor its time: its model is not known to the plan"
         yield LedgerLine(
