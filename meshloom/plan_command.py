@@ -94,17 +94,18 @@ def _hardware(args: argparse.Namespace, *, spread: bool = True) -> list[str]:
     """The hardware that a plan is for, as overrides; several devices only for runs that can be spread over them."""
     from meshloom.plan.hardware_options import HardwareOptions
 
-    if not spread and (args.nodes or args.devices_per_node or args.device_map or args.device_kind):
-        what = "only reinforcement learning is planned over several devices"
-        raise UserError(
-            what, fix="leave out --nodes, --devices-per-node, --device-kind and --device-map, or give --kind train"
-        )
+    given = (args.nodes, args.devices_per_node, args.device_map, args.device_kind, args.constants)
+    if not spread and any(given):
+        what = "only reinforcement learning is planned over several devices, and in time"
+        options = "--nodes, --devices-per-node, --device-kind, --device-map and --constants"
+        raise UserError(what, fix=f"leave out {options}, or give --kind train")
     return HardwareOptions(
         nodes=args.nodes,
         devices_per_node=args.devices_per_node,
         device_memory=args.device_memory,
         device_kind=args.device_kind,
         device_map=args.device_map,
+        constants=args.constants,
     ).overrides()
 
 
@@ -119,5 +120,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-memory", metavar="80GiB", help="and so much memory on each device")
     parser.add_argument("--device-kind", metavar="h200", help="of this kind, for memory and time (cluster.device)")
     parser.add_argument("--device-map", metavar="MAP.yaml", help="devices and parallelism of each role (placement.map)")
+    help_text = "constants of the cost model, from meshloom calibrate (cluster.constants)"
+    parser.add_argument("--constants", metavar="FILE.yaml", help=help_text)
     parser.add_argument("-v", "--verbose", action="store_true", help="each derivation with its numbers")
     parser.add_argument("--json", action="store_true", help="as JSON")

@@ -5,7 +5,7 @@ run folder is touched.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from meshloom.loop.collect import Collector
 from meshloom.loop.session import Cut, Session
 from meshloom.loop.validate import Validator
 from meshloom.loop.vllm import vllm_engine
+from meshloom.observe.measured_run import MACHINE_KEY
 from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFolder, check_free
 from meshloom.plan.build import Plan, build_plan
 from meshloom.plan.recompute import RECOMPUTED
@@ -40,7 +41,7 @@ from meshloom.rollout.protocol import Engine, SamplingParams
 from meshloom.rollout.vllm_build import check_vllm
 from meshloom.train.checkpoint_store import latest_checkpoint, require_room, verify
 from meshloom.train.head import plain_model
-from meshloom.train.load import add_lora, end_token_ids, load_model, pick_device, pick_dtype
+from meshloom.train.load import add_lora, describe_device, end_token_ids, load_model, pick_device, pick_dtype
 from meshloom.train.model import MicrobatchBound, TrainedModel
 from meshloom.train.snapshot import MODEL, snapshot_bytes
 
@@ -91,7 +92,8 @@ def open_session(
     """
     require_room(Path(settings.run_dir), snapshot_bytes(model), "a checkpoint")
     first_step = 0 if cut is None else cut.values["step"]
-    folder = _open_folder(settings, plan, resume=resume, last_step=-1 if cut is None else first_step)
+    machine = describe_device(pick_device(settings.device))
+    folder = _open_folder(settings, plan, machine, resume=resume, last_step=-1 if cut is None else first_step)
     session = Session(folder, settings, steps=plan.steps, first_step=first_step)
     for warning in plan.warnings:
         session.display.notice(f"warning {warning}")
@@ -101,8 +103,16 @@ def open_session(
     return session
 
 
-def _open_folder(settings: TrainSettings | SftSettings, plan: Plan, *, resume: bool, last_step: int) -> RunFolder:
-    described = {"settings": settings, "plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
+def _open_folder(
+    settings: TrainSettings | SftSettings,
+    plan: Plan,
+    machine: Mapping[str, str | None],
+    *,
+    resume: bool,
+    last_step: int,
+) -> RunFolder:
+    written = {**json.loads(plan_json(plan)), MACHINE_KEY: machine}
+    described = {"settings": settings, "plan_text": plan_text(plan), "plan": written}
     if not resume:
         return RunFolder.create(settings.run_dir, **described)
     folder = RunFolder.resume(settings.run_dir)

@@ -52,6 +52,11 @@ def free_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
+def describe_device(device: torch.device) -> dict[str, str | None]:
+    """What a run notes of its device: its type, and the name that a GPU's driver gives."""
+    return {"type": device.type, "name": torch.cuda.get_device_name(device) if device.type == "cuda" else None}
+
+
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """Arithmetic of the model on a device."""
     if name == "auto":
