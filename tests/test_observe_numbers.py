@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from meshloom.observe import peaks
 from meshloom.observe.format import bytes_text, number_text, seconds_text, short_text
 from meshloom.observe.names import METRICS, PHASES, Unit
 from meshloom.observe.statistics import pass_at_k, wilson_interval
@@ -96,3 +97,62 @@ def test_numbers_are_short():
     ]  # fmt: skip
     assert number_text(0.9312, Unit.SHARE) == "93.1 %"
     assert number_text(None, Unit.SHARE) == "–"
+
+
+class _Gpu:
+    """Stands for torch's counters of a GPU, which this machine may not have."""
+
+    def __init__(self) -> None:
+        self.held = self.most = 0
+
+    def hold(self, count: int) -> None:
+        self.held = count
+        self.most = max(self.most, count)
+
+    def max_memory_allocated(self) -> int:
+        return self.most
+
+    def max_memory_reserved(self) -> int:
+        return 2 * self.most
+
+    def reset_peak_memory_stats(self) -> None:
+        self.most = self.held
+
+
+def test_each_phase_has_the_peak_of_its_own_time(monkeypatch: pytest.MonkeyPatch):
+    """Two watchers, a phase inside of another, and a peak of the whole process that nobody's count begins anew."""
+    gpu, other, whole = _Gpu(), peaks.PeakWatch(), peaks.PeakWatch()
+    monkeypatch.setattr(peaks, "_cuda", lambda: gpu)
+    memory = peaks.PhaseMemory()
+    clock = PhaseClock(on_phase=memory.enter)
+    gpu.hold(5)
+    with clock.phase("generate"):
+        gpu.hold(90)
+        gpu.hold(20)
+        with clock.phase("score"):
+            gpu.hold(30)
+        gpu.hold(10)
+    assert other.take() == peaks.Peak(90, 180)
+    with clock.phase("update"):
+        gpu.hold(70)
+        gpu.hold(10)
+    assert memory.take() == {
+        "peak_memory_bytes/generate": 90.0,
+        "peak_memory_bytes/score": 30.0,
+        "peak_memory_bytes/update": 70.0,
+        "reserved_memory_bytes/generate": 180.0,
+        "reserved_memory_bytes/score": 60.0,
+        "reserved_memory_bytes/update": 140.0,
+    }
+    assert set(memory.take()) == set()
+    assert other.take() == peaks.Peak(70, 140)
+    assert whole.look() == peaks.Peak(90, 180)
+    for watch in (other, whole, memory):
+        watch.close()
+
+
+def test_without_a_gpu_phases_have_no_peaks():
+    memory = peaks.PhaseMemory()
+    memory.enter("generate")
+    assert memory.take() == {}
+    memory.close()

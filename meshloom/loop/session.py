@@ -25,6 +25,7 @@ from meshloom.loop.interrupt import Interrupt
 from meshloom.observe.display import open_display
 from meshloom.observe.ending import finished_lines, has_records, interrupted_lines, stopped_lines
 from meshloom.observe.loggers import LoggerContext, open_loggers
+from meshloom.observe.peaks import PhaseMemory
 from meshloom.observe.records import read_metrics
 from meshloom.observe.report import write_report
 from meshloom.observe.run_folder import RunFolder, RunState
@@ -96,7 +97,9 @@ class Session:
             )
             self.loggers = open_loggers(logging.loggers, context)
             self._resources.callback(self.loggers.close)
-            self.clock = PhaseClock(on_phase=self.display.phase)
+            self._memory = PhaseMemory()
+            self._resources.callback(self._memory.close)
+            self.clock = PhaseClock(on_phase=self._enter_phase)
             self._interrupt = self._resources.enter_context(Interrupt(self.display.notice))
         except BaseException:
             self._resources.close()
@@ -124,13 +127,17 @@ class Session:
         record = {
             "step": step,
             "kind": kind,
-            "metrics": {**metrics, "peak_memory_bytes": peak_memory()},
+            "metrics": {**metrics, "peak_memory_bytes": peak_memory(), **self._memory.take()},
             "phases": self.clock.take(),
             "time": time.time(),
         }
         self.folder.log_metrics(record)
         self.loggers.log(record)
         self.display.record(record)
+
+    def _enter_phase(self, phase: str | None) -> None:
+        self._memory.enter(phase)
+        self.display.phase(phase)
 
     def log_samples(self, records: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         """Make and write a step's samples while the next step runs; the step after that waits for them."""

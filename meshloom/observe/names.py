@@ -107,9 +107,6 @@ _ALL = (
     _metric("epoch", "Epoch", U.NONE, B.NEITHER, S.OPTIMIZATION, "Passes over the prompts so far."),
 )  # fmt: skip
 
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
-"""All canonical metrics by name, in the order they are shown."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -134,3 +131,19 @@ PHASES: dict[str, Phase] = {
     )
 }
 """The phases of a step by name, in the order they run."""
+
+_OF_PHASES = tuple(
+    _metric(f"{name}/{phase.name}", f"{label}, {phase.label.lower()}", U.BYTES, B.DOWN, S.SPEED, meaning)
+    for name, label, meaning in (
+        ("peak_memory_bytes", "Peak memory", "Most bytes of tensors on the GPU at once in this phase of the step."),
+        (
+            "reserved_memory_bytes",
+            "Reserved memory",
+            "Most bytes that the allocator held of the GPU in this phase of the step.",
+        ),
+    )
+    for phase in PHASES.values()
+)
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in (*_ALL, *_OF_PHASES)}
+"""All canonical metrics by name, in the order they are shown."""

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from meshloom.observe.peaks import WHOLE
+
 
 class PhaseClock:
     """Seconds spent in each phase since the last ``take``.
@@ -78,7 +80,5 @@ def peak_host_memory() -> int:
 
 def peak_device_memory() -> int | None:
     """Most bytes allocated on the current GPU so far; none if this process uses no GPU. Never imports torch itself."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    return int(torch.cuda.max_memory_allocated())
+    peak = WHOLE.look()
+    return None if peak is None else peak.allocated
