@@ -291,3 +291,14 @@ def test_a_run_goes_on_with_other_devices() -> None:
     """They change rounding, as another device does, and nothing else."""
     moved = ["cluster.nodes=2", "placement.actor=[node1:0]", "parallel.actor.tensor=2", "offload.actor.parameters=host"]
     require_same(settings(), settings(*moved))
+
+
+def test_a_lag_is_refused_where_generation_and_training_take_turns() -> None:
+    lagged = "algorithm.max_lag_versions=1"
+    alone = only(refused(lagged))
+    assert (alone.code, alone.suggestions) == ("A011", (("algorithm.max_lag_versions=0",),))
+    eight = ("cluster.devices_per_node=8", "placement.reference=[0-3]", "algorithm.kl=loss")
+    shared = only(refused(lagged, *eight))
+    assert shared.suggestions[1] == ("placement.actor=[0-3]", "placement.rollout=[4-7]")
+    assert only(refused(lagged, "cluster.devices_per_node=4", "placement.rollout=[2]")).code == "A011"
+    assert refused(lagged, *eight, *shared.suggestions[1]) == []

@@ -55,6 +55,8 @@ def any_settings(draw: st.DrawFn) -> list[str]:
     """Overrides about nodes, placement, cuts and batches; some cannot work."""
     nodes, size = draw(st.sampled_from([1, 1, 2, 3, 4])), draw(st.integers(1, 9))
     given = [f"cluster.nodes={nodes}", f"cluster.devices_per_node={size}"]
+    if draw(st.integers(0, 5)) == 0:
+        given.append("algorithm.max_lag_versions=1")
     for role in ("actor", "rollout", "reference", "critic", "reward"):
         if role in ("actor", "rollout") or draw(st.integers(0, 5)) == 0:
             given.append(f"placement.{role}={draw(device_lists(nodes, size))}")

@@ -21,6 +21,7 @@ from meshloom.config.settings import TrainSettings
 from meshloom.data.order import PromptOrder
 from meshloom.loop.buffer import GroupBuffer
 from meshloom.loop.stage import Attempt, Collected, Draw, Group, Job, Progress, Stage, StepDone
+from meshloom.plan.lag import most_updates
 
 GroupT = TypeVar("GroupT")
 
@@ -76,12 +77,10 @@ class Schedule:
     @classmethod
     def of(cls, settings: TrainSettings, steps: int) -> "Schedule":
         """Of a run's settings."""
-        batch = settings.batch
-        per_update = batch.prompts_per_update or batch.prompts_per_step
         return cls(
             steps=steps,
-            prompts_per_step=batch.prompts_per_step,
-            updates_per_step=-(-batch.prompts_per_step // per_update) * batch.epochs_per_step,
+            prompts_per_step=settings.batch.prompts_per_step,
+            updates_per_step=most_updates(settings.batch),
             max_lag_versions=settings.algorithm.max_lag_versions,
             validate_first=settings.validation.before_training,
             validate_every=settings.validation.every_steps,

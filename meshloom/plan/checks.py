@@ -23,6 +23,7 @@ from meshloom.config.names import (
 from meshloom.config.problems import Problem
 from meshloom.config.settings import (
     AlgorithmSettings,
+    BatchSettings,
     EvalSettings,
     KlPlace,
     SamplingSettings,
@@ -31,6 +32,7 @@ from meshloom.config.settings import (
     SourceSettings,
     TrainSettings,
 )
+from meshloom.plan.lag import LAG, most_updates
 from meshloom.plan.ledger import longest_sample_tokens, sft_steps, train_steps
 from meshloom.plan.placement import sequence_parts
 
@@ -73,7 +75,7 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
     if settings.data.chat_template == "never" and settings.data.system_prompt is not None:
         found.warn("S005", "data.system_prompt", "the system prompt is not used, as data.chat_template is never")
     if isinstance(settings, TrainSettings):
-        _check_algorithm(found, settings.algorithm, settings.batch.samples_per_prompt)
+        _check_algorithm(found, settings.algorithm, settings.batch)
         _check_training_samples(found, settings)
         _check_train_batch(found, settings, num_prompts)
     if not isinstance(settings, SftSettings):
@@ -141,7 +143,7 @@ def _check_name(found: Findings, code: str, setting: str, name: str, known: Iter
     found.refuse(code, setting, f"{setting} knows no {name!r}", fix=f"{guess}known: {', '.join(names)}")
 
 
-def _check_algorithm(found: Findings, algorithm: AlgorithmSettings, samples_per_prompt: int) -> None:
+def _check_algorithm(found: Findings, algorithm: AlgorithmSettings, batch: BatchSettings) -> None:
     if (reason := REFUSED_ADVANTAGES.get(algorithm.advantage)) is not None:
         names = ", ".join(Advantage)
         what = f"algorithm.advantage {algorithm.advantage!r} {reason}, which a run does not have"
@@ -156,17 +158,18 @@ def _check_algorithm(found: Findings, algorithm: AlgorithmSettings, samples_per_
         found.refuse("A005", "algorithm.reduction_constant", what, fix=fix)
     if algorithm.reduction != _NORM and algorithm.reduction_constant is not None:
         found.warn("A006", "algorithm.reduction_constant", f"reduction_constant is used by {_NORM} only")
-    if samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
+    if batch.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
         what = f"{algorithm.advantage} compares the samples of a prompt, but batch.samples_per_prompt is 1"
         why = "a group of one has nothing to compare with"
         found.warn("A007", "batch.samples_per_prompt", what, why=why, fix="set batch.samples_per_prompt to 2 or more")
     if algorithm.kl is not KlPlace.NONE and algorithm.kl_coefficient == 0:
         what = f"algorithm.kl is {algorithm.kl}, but its coefficient is 0: the reference is computed for nothing"
         found.warn("A008", "algorithm.kl_coefficient", what, fix="set algorithm.kl=none, or a coefficient above 0")
-    if algorithm.max_lag_versions:
-        what = "samples of a run are never older than its weights, so algorithm.max_lag_versions must be 0"
-        why = "generation and training take turns on one device"
-        found.refuse("A011", "algorithm.max_lag_versions", what, why=why, fix="set algorithm.max_lag_versions=0")
+    updates = most_updates(batch)
+    if 0 < algorithm.max_lag_versions < updates:
+        what = f"{LAG}={algorithm.max_lag_versions} lets no rollout run ahead: a step makes {updates} versions"
+        why = "a rollout begins ahead only if its samples are sure to be fresh enough when their step comes"
+        found.warn("A012", LAG, what, why=why, fix=f"set {LAG}={updates}, or make fewer updates a step")
     _check_unused(found, algorithm)
 
 

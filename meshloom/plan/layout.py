@@ -102,6 +102,14 @@ class Layout:
         }
 
 
+def share_devices(one: RoleLayout | None, other: RoleLayout | None) -> bool:
+    """Whether two roles have a device in common."""
+    if one is None or other is None:
+        return False
+    pieces = ((a, b) for a in one.devices.ranges for b in other.devices.ranges)
+    return any(max(a.start, b.start) < min(a.stop, b.stop) for a, b in pieces)
+
+
 def mesh_json(mesh: Mesh) -> dict[str, Any]:
     """Plain values of a mesh; its ranks if there are few."""
     ranks = mesh.ranks() if len(mesh.devices) <= _MOST_RANKS else None

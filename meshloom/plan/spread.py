@@ -3,7 +3,7 @@
 Owns: the shares of a batch and their lines, and which batches leave a device without work. Refuses to know: memory, time.
 Always holds: a sample is on exactly one replica of a role in each phase; shares differ by at most one and add up to the whole.
 
-Codes: B010 to B013.
+Codes: B010 to B013, and A011 of ``plan.lag``.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +12,7 @@ from math import gcd, lcm
 
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.faults import Change, Fault
+from meshloom.plan.lag import lag_faults
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.ledger import DERIVED, LedgerLine, longest_sample_tokens, most_microbatches, samples_per_update
 from meshloom.plan.meshes import AXES, Degrees, Divisible, Pool, near_degrees
@@ -128,7 +129,7 @@ def _microbatches(
 
 
 def spread_faults(settings: TrainSettings, layout: Layout, model: Divisible | None) -> Iterator[Fault]:
-    """Batches that leave a device without work.
+    """Batches that leave a device without work, and samples that would have to be older than devices in turn can make them.
 
     Args:
         settings: of the run.
@@ -137,6 +138,7 @@ def spread_faults(settings: TrainSettings, layout: Layout, model: Divisible | No
     """
     batch = settings.batch
     samples_per_step = batch.prompts_per_step * batch.samples_per_prompt
+    yield from lag_faults(settings, layout)
     for found in layout.roles:
         if found.role == Role.ROLLOUT:
             yield from _rollout_faults(settings, layout, found, model)
