@@ -6,6 +6,7 @@ Owns: the command's arguments and what it prints. Refuses to know: how a plan is
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshloom.config.errors import UserError
@@ -58,6 +59,7 @@ def _show_plan(
 ) -> int:
     """Print a plan as the options ask for it, with the account of a verl command where it is one; the exit code."""
     from rich.console import Console
+    from rich.text import Text
 
     from meshloom.config.load import explain, flatten
     from meshloom.plan import build_plan
@@ -71,6 +73,12 @@ def _show_plan(
 
         plan = judged(plan, translation)
 
+    if args.html is not None:
+        from meshloom.observe.plan_page import Planned, write_plan_page
+
+        write_plan_page(args.html, Planned(plan=plan, settings=settings, translation=translation))
+        note = f"{note}\nThe page: {args.html}"
+
     def show(console: Console) -> None:
         if translation is not None:
             print_translation(translation, console)
@@ -78,7 +86,7 @@ def _show_plan(
             print_explained(explain(settings), console)
         print_plan(plan, console, worked(plan.lines, flatten(settings)) if args.verbose else None)
         if note:
-            console.print(note, style="dim")
+            console.print(Text(note, style="dim"))
 
     if args.json:
         more = {} if translation is None else {"verl": translation.as_json()}
@@ -124,3 +132,4 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--constants", metavar="FILE.yaml", help=help_text)
     parser.add_argument("-v", "--verbose", action="store_true", help="each derivation with its numbers")
     parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write all of it as one page, too")

@@ -101,13 +101,14 @@ def _table(section: str, lines: list[LedgerLine], derivations: Mapping[tuple[str
     table.add_column("from", overflow="fold", style="dim")
     for line in lines:
         origin = line.formula if line.source == DERIVED else f"{line.formula} ({line.source})"
-        table.add_row(*(Text(cell) for cell in (line.name, _value(line), origin)))
+        table.add_row(*(Text(cell) for cell in (line.name, value_text(line), origin)))
         if (derivation := derivations.get((section, line.name))) is not None:
             table.add_row("", "", Text(f"= {derivation}"))
     return table
 
 
-def _value(line: LedgerLine) -> str:
+def value_text(line: LedgerLine) -> str:
+    """A line's value with its unit."""
     if line.value is None:
         return "–"
     if isinstance(line.value, str):
