@@ -56,3 +56,25 @@ def prepare_vllm() -> None:
 def verl_offload() -> dict[str, str]:
     """What the environment says about where verl offloads to: ``VERL_OFFLOAD_DIR``, ``VERL_OFFLOAD_DEVICE``, as far as set."""
     return {name: os.environ[name] for name in ("VERL_OFFLOAD_DIR", "VERL_OFFLOAD_DEVICE") if name in os.environ}
+
+
+def offload_folder() -> str | None:
+    """Folder for what goes to disk where the settings name none: ``VERL_OFFLOAD_DIR``, if it is set and not empty."""
+    return os.environ.get("VERL_OFFLOAD_DIR") or None
+
+
+def worker_environment(*, threads: int | None, one_node: bool) -> dict[str, str]:
+    """The environment of a worker process: this one's, and what must stand before the worker imports torch.
+
+    Args:
+        threads: that a worker computes with, unless the user has said how many; none: as many as the libraries take.
+        one_node: all workers are on this machine, so that they need no other network than its own.
+    """
+    environment = dict(os.environ)
+    environment |= {name: value for name, value in _BEFORE_TORCH.items() if name not in environment}
+    environment["PYTHONUNBUFFERED"] = "1"
+    if threads is not None and not threads_are_given():
+        environment["OMP_NUM_THREADS"] = str(threads)
+    if one_node:
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment

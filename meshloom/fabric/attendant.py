@@ -1,0 +1,230 @@
+"""The process that minds the workers of a node: it starts them, watches them as their parent, and ends them.
+
+Owns: the workers' processes and log files on this machine. Refuses to know: torch, and what workers do. Always holds: no worker
+outlives it, and it does not outlive the controller's connection; a worker's end is told with the signal or exit code, since
+only a parent learns it; it exits with the code that the controller says.
+
+To the controller: ``hello`` (who it is), ``beat`` (every second; ranks that are stopped), ``died`` (a rank, how), ``seen`` (the
+answer to ``look``), ``ended`` (all workers are gone). From it: ``launch`` (seats), ``look`` (a rank's log and stack), ``stop``
+(end all workers), ``end`` (exit with a code, and print why).
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshloom.config.environment import worker_environment
+from meshloom.fabric import processes
+from meshloom.fabric.channel import ChannelClosed, connect
+from meshloom.fabric.stacks import python_stack
+
+BEAT_S = 1.0
+GRACE_S = 2.0
+LOST_CODE = 3
+"""Exit code when the controller is gone."""
+_START = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "from meshloom.fabric.{module} import {function}; {function}()"
+)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What an attendant needs to find its controller.
+
+    Args:
+        host, port: where the controller listens.
+        secret: of the run, as hexadecimal digits.
+        node: name of the node, or empty where the controller is to find it.
+        slots: workers that this attendant minds.
+        rank: of the first of them; none where the controller numbers them.
+        parent: process whose end this one does not outlive; none where only the connection counts.
+    """
+
+    host: str
+    port: int
+    secret: str
+    node: str = ""
+    slots: int = 1
+    rank: int | None = None
+    parent: int | None = None
+
+    def text(self) -> str:
+        """As one line of JSON."""
+        return json.dumps(vars(self))
+
+
+def python_command(module: str, function: str, path: list[str]) -> list[str]:
+    """A fresh interpreter that calls a function of this package, without importing this process's main program.
+
+    Args:
+        module, function: of ``meshloom.fabric``.
+        path: import path of the interpreter.
+    """
+    return [sys.executable, "-c", _START.format(module=module, function=function), json.dumps(path)]
+
+
+def import_path() -> list[str]:
+    """This process's import path, without relative entries."""
+    return [entry or str(Path.cwd()) for entry in sys.path]
+
+
+@dataclass
+class _Minded:
+    """A worker's process, its log, and the file that it writes its stack to."""
+
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    stack: Any
+
+
+class Attendant:
+    """Minds workers for a controller.
+
+    Args:
+        ticket: where the controller is.
+    """
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._secret = bytes.fromhex(ticket.secret)
+        self._minded: dict[int, _Minded] = {}
+        self._memory_kills = processes.memory_kills()
+        self._closed = threading.Event()
+        self._channel = connect(ticket.host, ticket.port, self._secret)
+
+    def run(self) -> int:
+        """Serve until the controller says the end or is gone; the exit code."""
+        processes.adopt_orphans()
+        ticket = self._ticket
+        hello = {"node": ticket.node, "slots": ticket.slots, "rank": ticket.rank, "host": socket.gethostname()}
+        try:
+            self._channel.send({"kind": "hello", "role": "attendant", "pid": os.getpid(), **hello})
+            threading.Thread(target=self._beat, name="beat", daemon=True).start()
+            while True:
+                message, _ = self._channel.receive()
+                if message["kind"] == "end":
+                    if message["text"]:
+                        print(message["text"], file=sys.stderr, flush=True)
+                    return int(message["code"])
+                self._do(message)
+        except ChannelClosed:
+            print("the controller of this run is gone", file=sys.stderr, flush=True)
+            return LOST_CODE
+        finally:
+            self._closed.set()
+            self._end_workers(grace_s=GRACE_S)
+            processes.end_descendants()
+            self._channel.close()
+
+    def _do(self, message: dict[str, Any]) -> None:
+        match message["kind"]:
+            case "launch":
+                for seat in message["seats"]:
+                    self._launch(seat, Path(message["logs"]), message)
+            case "look":
+                threading.Thread(target=self._look, args=(message,), daemon=True).start()
+            case "stop":
+                self._end_workers(grace_s=float(message["grace_s"]))
+                self._channel.send({"kind": "ended"})
+
+    def _launch(self, seat: Mapping[str, Any], logs: Path, message: Mapping[str, Any]) -> None:
+        rank = int(seat["rank"])
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        threads = max(1, cores // int(message["local_size"])) if seat["device"] == "cpu" else 1
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / f"rank-{rank}.log"
+        stack = tempfile.TemporaryFile()  # noqa: SIM115
+        ticket = {
+            "host": self._channel.peer_host if self._ticket.host != "127.0.0.1" else "127.0.0.1",
+            "port": self._ticket.port,
+            "secret": self._ticket.secret,
+            "seat": dict(seat),
+            "parent": os.getpid(),
+            "stack": stack.fileno(),
+        }
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                python_command("worker", "main", import_path()),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=worker_environment(threads=threads, one_node=message["one_node"]),
+                pass_fds=[stack.fileno()],
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:  # it is told as died
+            process.stdin.write(json.dumps(ticket).encode())
+        minded = self._minded[rank] = _Minded(rank, process, log, stack)
+        threading.Thread(target=self._wait, args=(minded,), name=f"wait-{rank}", daemon=True).start()
+
+    def _wait(self, minded: _Minded) -> None:
+        """Tell the end of a worker."""
+        status = minded.process.wait()
+        text = processes.ending_text(status)
+        if status == -signal.SIGKILL and processes.memory_kills() > self._memory_kills:
+            text += ": the system ended it for want of memory"
+        with suppress(ChannelClosed):
+            self._channel.send({"kind": "died", "rank": minded.rank, "status": status, "text": text})
+
+    def _beat(self) -> None:
+        parent = self._ticket.parent
+        while not self._closed.wait(BEAT_S):
+            if parent is not None and os.getppid() != parent:
+                self._channel.close()  # a child that the controller forked can keep the connection open after its death
+                return
+            stopped = [rank for rank, minded in self._minded.items() if processes.is_stopped(minded.process.pid)]
+            try:
+                self._channel.send({"kind": "beat", "stopped": stopped})
+            except ChannelClosed:
+                self._channel.close()
+                return
+
+    def _look(self, message: dict[str, Any]) -> None:
+        minded = self._minded[int(message["rank"])]
+        lives = minded.process.poll() is None
+        stack = python_stack(minded.process.pid, minded.stack.fileno()) if message["stack"] and lives else []
+        seen = {"log": str(minded.log), "tail": processes.last_lines(minded.log), "stack": stack}
+        with suppress(ChannelClosed):
+            self._channel.send({"kind": "seen", "id": message["id"], "rank": minded.rank, **seen})
+
+    def _end_workers(self, *, grace_s: float) -> None:
+        minded = list(self._minded.values())
+        processes.end_groups((one.process.pid for one in minded), grace_s=grace_s)
+        for one in minded:
+            one.process.wait()
+            one.stack.close()
+        self._minded.clear()
+
+
+def attend(ticket: Ticket) -> int:
+    """Mind workers until the run ends; the exit code. SIGTERM ends them at once; Ctrl-C is the controller's to act on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return Attendant(ticket).run()
+    except ChannelClosed as error:
+        print(f"the controller of this run cannot be reached: {error}", file=sys.stderr, flush=True)
+        return LOST_CODE
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """Mind workers by the ticket on standard input."""
+    ticket = Ticket(**json.loads(sys.stdin.readline()))
+    sys.exit(attend(ticket))

@@ -1,0 +1,80 @@
+"""What a host object offers to the controller.
+
+Owns: the mark on public methods, and what a running verb may tell before it returns. Refuses to know: processes. Always
+holds: only a marked method can be called from outside.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from meshloom.fabric.dispatch import Collect, Dispatch, from_all, replicate
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MARK = "__meshloom_verb__"
+
+
+@dataclass(frozen=True)
+class Verb:
+    """How a verb's arguments go to the ranks of a group, and how one value is made of their results."""
+
+    dispatch: Dispatch = replicate
+    collect: Collect = from_all
+
+
+def verb(*, dispatch: Dispatch = replicate, collect: Collect = from_all) -> Callable[[F], F]:
+    """Mark a public method as a verb.
+
+    Args:
+        dispatch: how a group's call gives each rank its arguments.
+        collect: how a group's call makes one value of the ranks' results.
+    """
+
+    def mark(method: F) -> F:
+        setattr(method, _MARK, Verb(dispatch, collect))
+        return method
+
+    return mark
+
+
+def verbs_of(kind: type) -> dict[str, Verb]:
+    """The verbs of a class by name, inherited ones included."""
+    found: dict[str, Verb] = {}
+    for base in reversed(kind.__mro__):
+        for name, member in vars(base).items():
+            declared = vars(member).get(_MARK) if callable(member) and hasattr(member, "__dict__") else None
+            if isinstance(declared, Verb):
+                found[name] = declared
+            elif name in found and callable(member) is False:
+                del found[name]
+    return found
+
+
+class _Running(threading.local):
+    tell: Callable[[Any], None] | None = None
+
+
+_running = _Running()
+
+
+def emit(value: Any) -> None:
+    """Send a value to the controller from within a verb, before it returns; ``Call.events`` yields it there.
+
+    Outside of a verb it does nothing, so that code which emits also runs in one process.
+    """
+    if _running.tell is not None:
+        _running.tell(value)
+
+
+class telling:  # noqa: N801
+    """Within the block, ``emit`` of this thread goes to ``tell``."""
+
+    def __init__(self, tell: Callable[[Any], None]) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        _running.tell = self._tell
+
+    def __exit__(self, *_: object) -> None:
+        _running.tell = None
