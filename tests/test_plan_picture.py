@@ -132,7 +132,6 @@ def test_a_map_is_given_on_the_command_line(run: Path, capsys: pytest.CaptureFix
     [
         ("cluster.nodes=2", "2 devices on 2 nodes"),
         ("placement.rollout=[0,1]", "devices"),
-        ("offload.actor.optimizer=host", "offload"),
     ],
 )
 def test_training_over_devices_is_refused_in_a_sentence(

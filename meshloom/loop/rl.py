@@ -15,10 +15,12 @@ from meshloom.config.errors import RunFault
 from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.loop.collect import Collector, sample_records
 from meshloom.loop.objective import PolicyObjective, learned, update_metrics, with_advantages
+from meshloom.loop.residents import Residents
 from meshloom.loop.session import Cut, Session
 from meshloom.loop.stage import Attempt, Draw, Group, Progress, StepDone
 from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
+from meshloom.plan.residency import Phase
 from meshloom.rollout.protocol import Engine
 from meshloom.samples import Samples, concat
 from meshloom.samples.store import from_parts, to_parts
@@ -37,6 +39,13 @@ class Roles:
     engine: Engine
     collector: Collector
     validator: Validator | None
+
+    def models(self) -> dict[str, TrainedModel]:
+        """Models with weights of their own, by role."""
+        found = {"actor": self.actor}
+        if self.reference is not None and self.reference.model is not self.actor:
+            found["reference"] = self.reference.model
+        return found
 
     def check(self) -> None:
         """Refuse prompts that the engine could never answer."""
@@ -67,6 +76,7 @@ class TakenTurn:
     def collect(self) -> Attempt[Group[Samples]]:
         stage = self.stage
         with stage.session.clock.phase("generate"):
+            stage.enter(Phase.GENERATE)
             found = stage.roles.collector.attempt(
                 self.draws, deadline_s=stage.settings.rollout.deadline_s, clock=stage.session.clock
             )
@@ -87,6 +97,8 @@ class RLStage:
         roles: who does what.
         tokenizer: saved with the model.
         total_updates: of the whole run.
+        residents: who is where in a phase.
+        step: steps done.
         await_compiler: called before the trainer's first pass, at least.
     """
 
@@ -95,6 +107,8 @@ class RLStage:
     roles: Roles
     tokenizer: Any
     total_updates: int
+    residents: Residents
+    step: int = 0
     await_compiler: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -103,6 +117,10 @@ class RLStage:
     @property
     def stop_wanted(self) -> bool:
         return self.session.stop_wanted
+
+    def enter(self, phase: Phase) -> None:
+        """Have everything where a phase of the step that is on needs it."""
+        self.residents.enter(phase, step=self.step + 1)
 
     def begin_rollout(self, draws: Sequence[Draw], version: int) -> TakenTurn:
         """A rollout of one group for each draw."""
@@ -115,6 +133,9 @@ class RLStage:
         check_rewards(batch, self.settings)
         self.spread.look(batch)
         algorithm, temperature = self.settings.algorithm, self.settings.rollout.sampling.temperature
+        if needs_old_logprob(self.settings) or self.roles.reference is not None:
+            with self.session.clock.phase("log_prob"):
+                self.enter(Phase.LOGPROB)
         if needs_old_logprob(self.settings):
             with self.session.clock.phase("log_prob"):
                 self.await_compiler()
@@ -131,6 +152,7 @@ class RLStage:
         """The updates of a step."""
         lesson = Lesson([], [])
         with self.session.clock.phase("update"):
+            self.enter(Phase.UPDATE)
             self.await_compiler()
             for update in self.updates(batch):
                 objective = PolicyObjective.of(update, self.settings.algorithm)
@@ -143,6 +165,7 @@ class RLStage:
     def sync(self, version: int) -> None:
         """The engine gets the weights."""
         with self.session.clock.phase("sync"):
+            self.enter(Phase.SYNC)
             self.roles.engine.load_weights(version)
             self.roles.engine.wake()
 
@@ -157,6 +180,7 @@ class RLStage:
 
     def report(self, done: StepDone[Samples, Lesson]) -> None:
         """Write what the step was."""
+        self.step = done.step
         batch, steps = done.batch, done.learned.steps
         metrics = batch_metrics(batch, threshold=self.settings.validation.success_threshold)
         if steps:
@@ -183,6 +207,7 @@ class RLStage:
         if self.roles.validator is None:
             return None
         with self.session.clock.phase("validate"):
+            self.residents.enter(Phase.GENERATE, step=step, why="validate")
             found = self.roles.validator.run(step, self.session.clock)
         self.session.log("validation", found.metrics, step=step)
         self.session.log_samples(lambda: found.records)
@@ -191,6 +216,7 @@ class RLStage:
     def save(self, progress: Progress, waiting: Sequence[Group[Samples]], score: float | None) -> None:
         """A checkpoint: the model, where the run stands, and the groups that wait."""
         with self.session.clock.phase("save"):
+            self.residents.enter(Phase.UPDATE, step=progress.step, why="save")
             cut = cut_of(progress, waiting)
             snapshot = ModelSnapshot.take(self.roles.actor, self.tokenizer)
             self.session.save(snapshot, cut, step=progress.step, score=score)

@@ -28,11 +28,15 @@ from meshloom.loop.build import (
 )
 from meshloom.loop.collect import Collector
 from meshloom.loop.control import ControlLoop, Schedule
+from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.rl import RLStage, Roles, standing
 from meshloom.loop.session import read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.plan.device_checks import require_one_device
+from meshloom.plan.placement import Role
+from meshloom.plan.residency import Phase
+from meshloom.plan.stays import Part, stays
 from meshloom.rewards.pool import RewardPool
 from meshloom.train.ahead import CompileAhead
 from meshloom.train.load import check_model_folder, free_memory, load_tokenizer, pick_device
@@ -77,15 +81,24 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
         roles.check()
         if cut is not None and checkpoint is not None:
             restore(roles.actor, checkpoint, updates=cut.values["version"])
+        planned, models = stays(settings, plan.layout), roles.models()
+        check_room(folder := folder_of(settings), planned, models)
         session = resources.enter_context(open_session(settings, plan, roles.actor, resume=resume, cut=cut))
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
-        stage = RLStage(settings, session, roles, tokenizer, plan.updates)
+        log = session.folder.log_memory
+        residents = resources.enter_context(Residents(planned, models, folder=folder, log=log))
+        stage = RLStage(settings, session, roles, tokenizer, plan.updates, residents)
         if ahead is not None:
             stage.await_compiler = ahead.wait
         control = ControlLoop(Schedule.of(settings, plan.steps), stage, order)
         if cut is not None:
             control.load(*standing(cut))
+            stage.step = control.step
+            roles.engine.load_weights(control.version)
+        if residents.is_away(Role.ACTOR, Part.PARAMETERS, Phase.GENERATE):
+            # The engine takes the weights when it first needs them: it must be while they are there.
+            residents.enter(Phase.SYNC, step=control.step, why="start")
             roles.engine.load_weights(control.version)
         set_random_states(cut, settings.seed)
         finished = control.run()

@@ -34,6 +34,7 @@ SETTINGS_FILE = "settings.yaml"
 PLAN_TEXT_FILE = "plan.txt"
 PLAN_FILE = "plan.json"
 STATUS_FILE = "status.json"
+MEMORY_FILE = "memory.jsonl"
 CHECKPOINTS_FOLDER = "checkpoints"
 
 
@@ -62,6 +63,7 @@ class RunFolder:
         self._lock = lock
         self._metrics = _Lines(path / METRICS_FILE)
         self._samples = _Lines(path / SAMPLES_FILE)
+        self._memory = _Lines(path / MEMORY_FILE)
 
     @classmethod
     def create(
@@ -137,11 +139,15 @@ class RunFolder:
         """Append a step's samples, in one write."""
         self._samples.append(records)
 
+    def log_memory(self, record: Mapping[str, Any]) -> None:
+        """Append what is held at a boundary between phases."""
+        self._memory.append([record])
+
     def rewind(self, step: int) -> int:
         """Drop all records after ``step`` and half-written last lines; the number of records dropped."""
-        self._metrics.close()
-        self._samples.close()
-        return sum(rewind_file(self.path / name, step) for name in (METRICS_FILE, SAMPLES_FILE))
+        for lines in (self._metrics, self._samples, self._memory):
+            lines.close()
+        return sum(rewind_file(self.path / name, step) for name in (METRICS_FILE, SAMPLES_FILE, MEMORY_FILE))
 
     def sync(self) -> None:
         """Bring metrics and samples to the disk. Called before a checkpoint counts as complete, it makes sure that a
@@ -151,8 +157,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the files and release the folder; a second call does nothing."""
-        self._metrics.close()
-        self._samples.close()
+        for lines in (self._metrics, self._samples, self._memory):
+            lines.close()
         self._lock.release()
 
     def __enter__(self) -> Self:

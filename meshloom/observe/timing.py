@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from meshloom.observe.peaks import WHOLE
+from meshloom.observe.peaks import WHOLE, PeakWatch
 
 
 class PhaseClock:
@@ -82,3 +82,13 @@ def peak_device_memory() -> int | None:
     """Most bytes allocated on the current GPU so far; none if this process uses no GPU. Never imports torch itself."""
     peak = WHOLE.look()
     return None if peak is None else peak.allocated
+
+
+def take_peak_device_memory() -> int | None:
+    """Most bytes allocated on the current GPU since the last call; none if this process uses no GPU."""
+    peak = _BOUNDARY.take()
+    return None if peak is None else peak.allocated
+
+
+_BOUNDARY = PeakWatch()
+"""Since the last ``take_peak_device_memory``."""

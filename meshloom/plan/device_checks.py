@@ -85,7 +85,7 @@ def lay_out(settings: TrainSettings, model: Divisible | None, machine: int) -> L
         wrong = list(_cut_faults(role, devices, settings, topology, model))
         faults += wrong
         if not any(fault.code in ("G001", "G002", "G003") for fault in wrong):
-            roles.append(_role_layout(role, devices, degrees_of(settings, role)))
+            roles.append(role_layout(role, devices, degrees_of(settings, role)))
     layout = Layout(topology=topology, roles=tuple(roles))
     faults += spread_faults(settings, layout, model)
     return LaidOut(given=given, settings=settings, layout=layout, faults=tuple(faults))
@@ -98,7 +98,12 @@ def _goes_with_actor(role: Role, settings: TrainSettings) -> bool:
     return same and settings.provenance.of(f"placement.{role}") == origin
 
 
-def _role_layout(role: Role, devices: DeviceSet, degrees: Degrees) -> RoleLayout:
+def role_layout(role: Role, devices: DeviceSet, degrees: Degrees) -> RoleLayout:
+    """A role on its devices.
+
+    Raises:
+        ValueError: if the degrees do not go into the devices.
+    """
     if role == Role.ROLLOUT:
         return RoleLayout(role=role, devices=devices, mesh=rollout_mesh(devices, degrees.tensor))
     if role == Role.REWARD:
@@ -127,22 +132,19 @@ def require_one_device(settings: TrainSettings) -> TrainSettings:
     """The settings with what the device map says, if they train on one device.
 
     Raises:
-        UserError: if they are laid out over more devices, move weights away between phases, or their map cannot be read.
+        UserError: if they are laid out over more devices, or their map cannot be read.
     """
     laid_out = lay_out(settings, None, devices_of_machine())
     if faults := [fault for fault in laid_out.faults if fault.path == "placement.map"]:
         require_none([_problem(settings, fault, ()) for fault in faults], settings.placement.map or "")
     settings, topology = laid_out.settings, laid_out.layout.topology
-    offload = settings.offload
-    moved = any(group != RoleOffloadSettings() for group in (offload.actor, offload.reference, offload.critic))
-    if topology.num_devices == 1 and not moved:
+    if topology.num_devices == 1:
         return settings
     nodes = f" on {topology.num_nodes:,} nodes" if topology.num_nodes > 1 else ""
-    shown = f"{topology.num_devices:,} devices{nodes}" if topology.num_devices > 1 else "offload"
     raise UserError(
-        f"this version trains on one device; the plan shows {shown}",
+        f"this version trains on one device; the plan shows {topology.num_devices:,} devices{nodes}",
         why="`meshloom plan` describes such a run, `meshloom train` does not carry it out",
-        fix="leave out cluster, placement, parallel and offload to train on one device",
+        fix="leave out cluster, placement and parallel to train on one device",
     )
 
 
