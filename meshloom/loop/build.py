@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from meshloom.config.errors import UserError
@@ -90,9 +91,34 @@ def open_session(
     Raises:
         UserError: if the disk has no room for a checkpoint, or the folder cannot be taken.
     """
-    require_room(Path(settings.run_dir), snapshot_bytes(model), "a checkpoint")
-    first_step = 0 if cut is None else cut.values["step"]
     machine = describe_device(pick_device(settings.device))
+    return open_run(settings, plan, snapshot_bytes(model), machine, resume=resume, cut=cut)
+
+
+def open_run(
+    settings: TrainSettings | SftSettings,
+    plan: Plan,
+    checkpoint_bytes: int,
+    machine: Mapping[str, str | None],
+    *,
+    resume: bool,
+    cut: Cut | None,
+) -> Session:
+    """As ``open_session``, for a model that is somewhere else.
+
+    Args:
+        settings: of the run.
+        plan: of the run.
+        checkpoint_bytes: about what a checkpoint will take.
+        machine: what the run notes of its devices.
+        resume: whether the folder has a run already.
+        cut: the checkpoint resumed from.
+
+    Raises:
+        UserError: as ``open_session``.
+    """
+    require_room(Path(settings.run_dir), checkpoint_bytes, "a checkpoint")
+    first_step = 0 if cut is None else cut.values["step"]
     folder = _open_folder(settings, plan, machine, resume=resume, last_step=-1 if cut is None else first_step)
     session = Session(folder, settings, steps=plan.steps, first_step=first_step)
     for warning in plan.warnings:
@@ -159,12 +185,12 @@ def build_actor(
     return TrainedModel(module, settings, bound, optimizer)
 
 
-def set_end_tokens(model: TrainedModel, data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def set_end_tokens(module: nn.Module, data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a response: the model's and the tokenizer's own, and the one that ends a turn of the template in use.
 
     They are put into the model's generation config, so that a model that is saved stops where it did in training.
     """
-    plain = plain_model(model.module)
+    plain = plain_model(module)
     ids, turn = end_token_ids(plain, tokenizer), end_of_turn(tokenizer, data)
     ids = ids if turn is None or turn in ids else (*ids, turn)
     if plain.generation_config is not None:
@@ -194,7 +220,7 @@ def build_engine(
     Raises:
         UserError: if the engine needs a package that is not installed.
     """
-    eos_ids = set_end_tokens(model, data, tokenizer)
+    eos_ids = set_end_tokens(model.module, data, tokenizer)
     if rollout.engine == "vllm":
         longest = data.max_prompt_tokens + max(rollout.max_response_tokens, max_response_tokens or 0)
         return vllm_engine(model, rollout, longest=longest, eos_ids=eos_ids, decode=decoder(tokenizer))

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from rich.console import Console
@@ -31,10 +31,18 @@ from meshloom.observe.report import write_report
 from meshloom.observe.run_folder import RunFolder, RunState
 from meshloom.observe.timing import PhaseClock, peak_memory
 from meshloom.train.checkpoint_store import CheckpointStore, latest_checkpoint
-from meshloom.train.snapshot import ModelSnapshot
 
 STATE, TENSORS = "state.json", "state.safetensors"
 _CPU_STATE, _GPU_STATE = "torch_random_state", "torch_cuda_random_state"
+
+
+class Snapshot(Protocol):
+    """A model between two steps: see ``train.snapshot.ModelSnapshot``."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def write(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,8 @@ class Session:
             self._memory = PhaseMemory()
             self._resources.callback(self._memory.close)
             self.clock = PhaseClock(on_phase=self._enter_phase)
+            self.measure_memory: Callable[[], dict[str, float]] = lambda: {"peak_memory_bytes": peak_memory()}
+            """What records say of memory; a run on workers asks them instead."""
             self._interrupt = self._resources.enter_context(Interrupt(self.display.notice))
         except BaseException:
             self._resources.close()
@@ -127,7 +137,7 @@ class Session:
         record = {
             "step": step,
             "kind": kind,
-            "metrics": {**metrics, "peak_memory_bytes": peak_memory(), **self._memory.take()},
+            "metrics": {**metrics, **self.measure_memory(), **self._memory.take()},
             "phases": self.clock.take(),
             "time": time.time(),
         }
@@ -149,7 +159,7 @@ class Session:
             self._writing.result()
             self._writing = None
 
-    def save(self, snapshot: ModelSnapshot, cut: Cut, *, step: int, score: float | None) -> None:
+    def save(self, snapshot: Snapshot, cut: Cut, *, step: int, score: float | None) -> None:
         """Make a checkpoint; in the background if the settings say so."""
         self._wait_for_samples()
         self.folder.sync()

@@ -134,7 +134,7 @@ def run_sft(settings: SftSettings, *, resume: bool, ahead: CompileAhead | None =
         settings.model, settings.optimizer, bound, device=settings.device, seed=settings.seed, checkpoint=checkpoint
     )
     require_vocabulary(model, (example.ids for example in examples))
-    set_end_tokens(model, settings.data, tokenizer)
+    set_end_tokens(model.module, settings.data, tokenizer)
     if cut is not None and checkpoint is not None:
         order.load(cut.values["order"])
         restore(model, checkpoint, updates=cut.values["step"])
