@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshloom.config.settings import TrainSettings
-from meshloom.plan.forecast import Forecast, share_devices
-from meshloom.plan.layout import Layout
+from meshloom.plan.forecast import Forecast
+from meshloom.plan.layout import Layout, share_devices
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import Phase
 
