@@ -33,17 +33,19 @@ MACHINE_KEY = "machine"
 """In the plan's file: what device the run had, ``type`` and ``name``."""
 _APART = ("validate", "save")
 """Measured phases that are no part of a usual step."""
+_PEAK = "peak_memory_bytes/"
 _NORMAL = 1.4826
 """Standard deviations of a normal distribution in a median absolute deviation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A step that counts: seconds by part, of the whole, and lengths in tokens."""
+    """A step that counts: seconds by part, of the whole, lengths in tokens, and peaks of memory by phase in bytes."""
 
     parts: Mapping[str, float]
     seconds: float
     lengths: Lengths
+    peaks: Mapping[str, int]
 
 
 def read_measured_run(path: str | os.PathLike[str], *, device_kind: str | None = None, skip: int = 1) -> MeasuredRun:
@@ -86,6 +88,7 @@ def read_measured_run(path: str | os.PathLike[str], *, device_kind: str | None =
         step_s=statistics.median(step.seconds for step in steps),
         steps=len(steps),
         device_memory=_found_free(plan),
+        peaks={name: max(step.peaks.get(name, 0) for step in steps) for step in steps[:1] for name in step.peaks},
     )
 
 
@@ -162,7 +165,8 @@ def _step(metrics: Mapping[str, float], phases: Mapping[str, float], seconds: fl
         response=metrics["response_tokens_mean"],
         longest=round(metrics["response_tokens_max"]),
     )
-    return _Step(parts={**parts, BESIDE: beside}, seconds=own, lengths=lengths)
+    peaks = {name.removeprefix(_PEAK): round(peak) for name, peak in metrics.items() if name.startswith(_PEAK)}
+    return _Step(parts={**parts, BESIDE: beside}, seconds=own, lengths=lengths, peaks=peaks)
 
 
 def _names(steps: Sequence[_Step]) -> list[str]:

@@ -6,7 +6,7 @@ folders. Always holds: a run is predicted by the same forecast that its plan is 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.constants import Cluster, Constants
@@ -62,6 +62,7 @@ class MeasuredRun:
         step_s: of a usual step.
         steps: that count.
         device_memory: bytes that the run found free; none for what the device has.
+        peaks: most bytes of tensors on the device in each phase, by its measured name; empty where they were not measured.
     """
 
     name: str
@@ -76,6 +77,7 @@ class MeasuredRun:
     step_s: float
     steps: int
     device_memory: int | None = None
+    peaks: Mapping[str, int] = field(default_factory=dict)
 
     def forecast(self, constants: Constants) -> Forecast:
         """What the cost model says of a usual step."""
@@ -158,6 +160,38 @@ def compare(run: MeasuredRun, before: Constants, after: Constants) -> list[Compa
     ]
     steps = [run.forecast(constants).step_s for constants in (before, after)]
     return [*rows, Compared(run=run.name, part="step", measured=run.step_s, before=steps[0], after=steps[1])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Memory of a phase.
+
+    Args:
+        run: its name.
+        part: the phase, by its measured name.
+        measured: most bytes of tensors at once.
+        predicted: what the memory ledger has for it.
+    """
+
+    run: str
+    part: str
+    measured: int
+    predicted: int
+
+
+def held(run: MeasuredRun) -> list[Held]:
+    """Peaks of the memory ledger against measured ones, phase by phase; of the run's fullest devices."""
+    groups = run.forecast(Constants()).groups
+    return [
+        Held(
+            run=run.name,
+            part=name,
+            measured=run.peaks[name],
+            predicted=max(group.ledger.held(phase) for group in groups if role in group.roles),
+        )
+        for name, (role, phase) in _PARTS.items()
+        if name in run.peaks
+    ]
 
 
 def not_predicted(run: MeasuredRun, start: Constants) -> dict[str, str]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshloom.plan.calibration import Compared, MeasuredRun
+from meshloom.plan.calibration import Compared, MeasuredRun, held
 from meshloom.plan.constants import Constants, unit_of
 from meshloom.plan.fit_constants import Fit
 
@@ -38,6 +38,9 @@ def print_calibration(
         console.print(Text(f"{run.name}: {words}, the longest {lengths.longest}"))
     console.print()
     console.print(_compared(rows))
+    if any(run.peaks for run in runs):
+        console.print()
+        console.print(_memory(runs))
     console.print()
     console.print(_constants(before, found))
     reasons = {**found.unfitted, **left_out}
@@ -75,6 +78,15 @@ def _compared(rows: Sequence[Compared]) -> Table:
             _ratio(row.after, row.measured),
             style="bold" if row.part == "step" else "",
         )
+    return table
+
+
+def _memory(runs: Sequence[MeasuredRun]) -> Table:
+    numbers = ("predicted GiB", "measured GiB", "÷ measured")
+    table = _table("peaks of memory, predicted and measured", "run", "phase", *numbers, numbers=numbers)
+    for row in (row for run in runs for row in held(run)):
+        gib = (f"{count / 2**30:.2f}" for count in (row.predicted, row.measured))
+        table.add_row(row.run, row.part, *gib, _ratio(row.predicted, row.measured))
     return table
 
 
