@@ -45,7 +45,7 @@ def test_peaks_are_compared_with_what_the_ledger_holds(bench) -> None:
         bench.report(out, {"1.5b": run}, "1.5b")
     text = shown.get()
     for name, count in held.items():
-        assert re.search(rf"1\.5b │ {name} +│ +{count / 2**30:.2f} │ +[\d.]+ │ +0\.909", text), name
+        assert re.search(rf"1\.5b │ +{name} │ +{count / 2**30:.2f} │ +[\d.]+ │ +0\.909", text), name
         assert f"ratio (1.5b, memory of {name}): 0.91  predicted ÷ measured; wanted 1 ± 0.1" in text
     assert "actor: optimizer moments 11.50" in text
     assert "fitted to 1.5b, predicted ÷ measured; wanted 1 ± 0.2" in text.strip().splitlines()[-1]
