@@ -114,9 +114,18 @@ def check_head(model: nn.Module) -> None:
         ours = OutputHead(model).logits(decoder_of(model)(**inputs).last_hidden_state[0]).float()
     finally:
         model.train(was_training)
+    check_logits(plain_model(model), theirs, ours)
+
+
+def check_logits(model: PreTrainedModel, theirs: Tensor, ours: Tensor) -> None:
+    """Compare logits of a model's own forward with the head's.
+
+    Raises:
+        UserError: if they differ.
+    """
     gap, size = float((theirs - ours).abs().max()), float(theirs.abs().max())
     if not gap <= 0.02 * size + 1e-6:
         raise UserError(
-            f"{type(plain_model(model)).__name__} changes its logits in a way that is not known here",
+            f"{type(model).__name__} changes its logits in a way that is not known here",
             why=f"its own logits and ours differ by {gap:.3g}, the largest is {size:.3g}",
         )

@@ -137,9 +137,14 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
     fit_threads(device)
     model.eval()
     check_head(model)
+    freeze_apart_from_text(model)
+    return model
+
+
+def freeze_apart_from_text(model: PreTrainedModel) -> None:
+    """Freeze what takes no part in text."""
     for module in _apart_from_text(model).values():
         module.requires_grad_(False)
-    return model
 
 
 def _apart_from_text(model: PreTrainedModel) -> dict[str, torch.nn.Module]:

@@ -75,7 +75,7 @@ class TrainedModel:
         if optimizer is None:
             module.requires_grad_(False)
         compiled = compiles(settings, gpu=self.device.type == "cuda")
-        self.in_graph = compiled and attends_in_graph(settings.attention, self.head.weight)
+        self.in_graph = compiled and self._attends_in_graph()
         if self.in_graph:
             use_layouts(plain_model(module), in_graph=True)
         self.layers = LayerPasses(
@@ -83,7 +83,7 @@ class TrainedModel:
             compiled=compiled,
             recompute=settings.gradient_checkpointing is True and optimizer is not None,
         )
-        self.optimizer = None if optimizer is None else Optimizer(module, optimizer)
+        self.optimizer = None if optimizer is None else self._optimizer(optimizer)
         self._gradients_checked = False
         self._submodules = [(child, ".lora_dropout." in name) for name, child in module.named_modules()]
         self._weight_places: list[tuple[str, nn.Module, str]] = []
@@ -184,6 +184,12 @@ class TrainedModel:
         if self.optimizer is not None:
             self.optimizer.to(device)
 
+    def _attends_in_graph(self) -> bool:
+        return attends_in_graph(self.settings.attention, self.head.weight)
+
+    def _optimizer(self, settings: OptimizerSettings) -> Optimizer:
+        return Optimizer(self.module, settings)
+
     def _set_mode(self, *, adapter_dropout: bool) -> None:
         """Evaluation mode, but for the adapters' own dropout. The model's would make sampler and trainer disagree."""
         for module, of_adapter in self._submodules:
@@ -205,25 +211,31 @@ class TrainedModel:
         computed = computed.with_tensors(moved)
         if torch.is_grad_enabled():
             self._work += Work(len(moved["ids_C"]), len(target_N), computed.pairs())
+        logprob_N, entropy_N = self._compute(moved["ids_C"], moved["target_ids_N"], computed, temperature)
+        zeros_T = torch.zeros(len(ids_T), dtype=logprob_N.dtype, device=self.device)
+        place = (moved["target_N"],)
+        return zeros_T.index_put(place, logprob_N), zeros_T.index_put(place, entropy_N)
+
+    def _compute(
+        self, ids_C: Tensor, target_ids_N: Tensor, computed: Computed, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy [N] of what is predicted; all tensors are on the device."""
         layout = computed.layout(self.settings.attention)
         if self.in_graph:
             layout.prepare(self.device)
         hidden_CD = self.decoder(
-            input_ids=moved["ids_C"][None],
+            input_ids=ids_C[None],
             position_ids=computed.positions_C[None],
             layout=layout,
             use_cache=False,
         ).last_hidden_state[0]
-        logprob_N, entropy_N = logprobs_and_entropy(
+        return logprobs_and_entropy(
             self.head,
             take_rows(hidden_CD, computed.predictors),
-            moved["target_ids_N"],
+            target_ids_N,
             temperature=temperature,
             chunk_bytes=self.chunk_bytes,
         )
-        zeros_T = torch.zeros(len(ids_T), dtype=logprob_N.dtype, device=self.device)
-        place = (moved["target_N"],)
-        return zeros_T.index_put(place, logprob_N), zeros_T.index_put(place, entropy_N)
 
     def _check_gradients(self) -> None:
         """Refuse to train a model some of whose parameters get no gradient at all."""

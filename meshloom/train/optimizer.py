@@ -55,9 +55,10 @@ class Optimizer:
         self.settings = settings
         self.updates = 0
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.masters = {name: _master(p) for name, p in self.parameters.items()}
-        narrow = {p: self.masters[name] for name, p in self.parameters.items() if self.masters[name] is not p}
-        self._totals = GradientTotals(narrow)
+        self.masters = {name: self._master(p) for name, p in self.parameters.items()}
+        self.copied = {name for name, p in self.parameters.items() if self._is_copy(p, self.masters[name])}
+        """Names of parameters whose master is a float32 copy."""
+        self._totals = GradientTotals({self.parameters[name]: self.masters[name] for name in self._in_order()})
         plain = _without_decay(module)
         decayed = [m for name, m in self.masters.items() if name not in plain]
         undecayed = [m for name, m in self.masters.items() if name in plain]
@@ -71,7 +72,7 @@ class Optimizer:
         """What gives the float32 tensor that a parameter's gradients add up in; none if that is its own ``grad``, or if it is
         not trained."""
         for name, each in self.parameters.items():
-            if each is parameter and self.masters[name] is not parameter:
+            if each is parameter and name in self.copied:
                 return partial(self._totals.of, each)
         return None
 
@@ -90,7 +91,7 @@ class Optimizer:
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         if not grads:
             raise RuntimeError("an update was asked for, but no parameter has a gradient")
-        total_norm = torch.nn.utils.get_total_norm(grads)
+        total_norm = self._norm(grads)
         norm = float(total_norm)  # the one time in an update that the processor waits for the device
         if not math.isfinite(norm):
             raise NotFinite(f"gradient of update {self.updates} is not finite in {', '.join(self._not_finite()[:5])}")
@@ -100,7 +101,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        self._forget_gradients()
         self.publish()
         self.updates += 1
         return StepStats(norm, rate)
@@ -109,7 +110,7 @@ class Optimizer:
     def to(self, device: torch.device) -> None:
         """Move masters and moments to a device; the model's own parameters have moved already."""
         for name, master in self.masters.items():
-            if master is not self.parameters[name]:
+            if name in self.copied:
                 master.data = master.data.to(device)
         for state in self.adamw.state.values():
             state.update({kind: value.to(device) for kind, value in state.items()})
@@ -117,9 +118,27 @@ class Optimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the model's own parameters."""
-        narrow = [name for name, parameter in self.parameters.items() if self.masters[name] is not parameter]
+        narrow = self._in_order()
         if narrow:
             torch._foreach_copy_([self.parameters[n] for n in narrow], [self.masters[n] for n in narrow])
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        """What the optimizer works on: the parameter itself, or a float32 copy of one that is narrower."""
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        return parameter.detach().float().contiguous().clone().requires_grad_()
+
+    def _is_copy(self, parameter: nn.Parameter, master: Tensor) -> bool:
+        return master is not parameter
+
+    def _in_order(self) -> list[str]:
+        return [name for name in self.parameters if name in self.copied]
+
+    def _norm(self, grads: list[Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm(grads)
+
+    def _forget_gradients(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
 
     def _not_finite(self) -> list[str]:
         return [n for n, m in self.masters.items() if m.grad is not None and not torch.isfinite(m.grad).all()]
@@ -130,7 +149,7 @@ class Optimizer:
         for name, master in self.masters.items():
             for kind, value in self.adamw.state.get(master, {}).items():
                 state[f"{kind}/{name}"] = value
-            if master is not self.parameters[name]:
+            if name in self.copied:
                 state[f"master/{name}"] = master.detach()
         return state
 
@@ -153,13 +172,6 @@ class Optimizer:
                 state.setdefault(master, {})[kind] = value.to(master.device, copy=True)
         self.adamw.state.update(state)
         self.publish()
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    """What the optimizer works on: the parameter itself, or a float32 copy of one that is narrower."""
-    if parameter.dtype in (torch.float32, torch.float64):
-        return parameter
-    return parameter.detach().float().contiguous().clone().requires_grad_()
 
 
 def _without_decay(module: nn.Module) -> set[str]:

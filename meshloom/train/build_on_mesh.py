@@ -1,0 +1,107 @@
+"""A model on a mesh, from its folder.
+
+Owns: the order in which a model is cut: adapters, tensor parallelism, sharding, weights, optimizer. Refuses to know: roles,
+runs. Always holds: the same folder and settings give the same weights on every mesh; a cut that attaches to no layer is an
+error.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from meshloom.config.errors import UserError
+from meshloom.config.settings import LoraSettings, ModelSettings, OptimizerSettings
+from meshloom.train.attention import PackedAttention, use_layouts
+from meshloom.train.head import OutputHead, check_logits, decoder_of, plain_model
+from meshloom.train.load import add_lora, pick_dtype
+from meshloom.train.load_sharded import build_empty, fill, load_whole, source_names, stand_ins
+from meshloom.train.mesh import TrainMesh
+from meshloom.train.mesh_model import MeshModel
+from meshloom.train.model import MicrobatchBound
+from meshloom.train.shard import Root, release, shard
+from meshloom.train.threads import fit_threads
+
+
+def build_model(
+    settings: ModelSettings,
+    mesh: TrainMesh,
+    bound: MicrobatchBound,
+    optimizer: OptimizerSettings | None,
+    *,
+    seed: int = 0,
+    path: str | Path | None = None,
+    reshard_after_forward: bool = True,
+) -> MeshModel:
+    """A model over the ranks of a mesh; due on all of them at once.
+
+    Args:
+        settings: of the model.
+        mesh: axes, and this process's place and device.
+        bound: of a microbatch.
+        optimizer: none for a model that is only asked.
+        seed: of adapters' first values, the same on all ranks.
+        path: folder of the weights, if it is not ``settings.path``.
+        reshard_after_forward: see ``train.shard.shard``.
+
+    Raises:
+        UserError: if the folder cannot be used, or the model cannot be cut so.
+    """
+    compute = pick_dtype(settings.dtype, mesh.device)
+    _refuse(settings.lora, mesh)
+    # What is trained is float32 and rounded as it is gathered; what is not is as narrow as it computes.
+    trains_all = optimizer is not None and settings.lora is None
+    held = torch.promote_types(compute, torch.float32) if trains_all else compute
+    folder = Path(path or settings.path)
+    plain = build_empty(folder, held) or load_whole(folder, compute).to(held)
+    use_layouts(plain)
+    fit_threads(mesh.device)
+    module: nn.Module = plain
+    if settings.lora is not None:
+        with stand_ins(plain):
+            module = add_lora(plain, settings.lora, seed)
+        if optimizer is not None:
+            _widen_adapters(module)
+    if optimizer is None:
+        module.requires_grad_(False)
+    whole: dict[str, bool] = {}
+    root = shard(module, mesh, compute=compute, reshard_after_forward=reshard_after_forward)
+    fill(module, list(source_names(module)), folder, mesh)
+    _rehearse(root, mesh)
+    return MeshModel(root, settings, bound, optimizer, mesh, compute=compute, whole=whole)
+
+
+def _refuse(lora: LoraSettings | None, mesh: TrainMesh) -> None:
+    if lora is not None and mesh.size("tp") > 1:
+        raise UserError(
+            "adapters cannot be cut by tensor parallelism",
+            where="model.lora",
+            why="an adapter's small matrices would have to be cut with the layer they are on",
+            fix="parallel.actor.tensor=1, or leave model.lora out",
+        )
+
+
+def _widen_adapters(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+@torch.no_grad()
+def _rehearse(root: Root, mesh: TrainMesh) -> None:
+    """A first pass over a few tokens: parts take their places in memory, and the head is compared with the model's own.
+
+    Raises:
+        UserError: if the model changes its logits in a way that is not known here.
+    """
+    model = plain_model(root.module)
+    ids = torch.arange(4, device=mesh.device)[None]
+    inputs = {"input_ids": ids, "position_ids": ids, "layout": PackedAttention([4]), "use_cache": False}
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        theirs = model(**inputs).logits[0].float()
+        return theirs, OutputHead(root.module).logits(decoder_of(root.module)(**inputs).last_hidden_state[0]).float()
+
+    theirs, ours = root(run)
+    release(root)
+    check_logits(model, theirs, ours)

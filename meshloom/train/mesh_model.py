@@ -1,0 +1,143 @@
+"""A model that is cut over ranks, with the verbs of ``TrainedModel``; each rank calls them with its own samples.
+
+Owns: how many microbatches ranks run together, passes of ranks that have none. Refuses to know: which algorithm calls it, how
+samples were divided. Always holds: what ``meshloom.train.model`` says, whatever the mesh; a rank's bound holds for its own
+microbatches; all ranks run equally many passes, so that every exchange between them is met.
+
+Ranks of the same data place (``TrainMesh.data_place``) are called with the same samples, and return the same.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.config.settings import ModelSettings, OptimizerSettings
+from meshloom.samples import Samples, SampleTooLong, concat
+from meshloom.train.attention import attends_in_graph
+from meshloom.train.mesh import TrainMesh
+from meshloom.train.model import Loss, MicrobatchBound, TrainedModel
+from meshloom.train.shard import Root, release
+from meshloom.train.sharded_optimizer import ShardedOptimizer
+from meshloom.train.sharing import Computed
+from meshloom.train.upload import upload_samples
+
+
+class MeshModel(TrainedModel):
+    """One model over the ranks of a mesh. ``train.build_on_mesh`` makes it.
+
+    Args:
+        root: the sharded model.
+        settings: as for one device.
+        bound: size of a microbatch on a rank, and of what ranks with the same samples hold together.
+        optimizer: none for a model that is only asked.
+        mesh: over which it is cut.
+        compute: dtype in which it computes.
+        whole: parameters that tensor parallelism leaves whole (see ``ShardedOptimizer``).
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        settings: ModelSettings,
+        bound: MicrobatchBound,
+        optimizer: OptimizerSettings | None,
+        mesh: TrainMesh,
+        *,
+        compute: torch.dtype,
+        whole: Mapping[str, bool],
+    ) -> None:
+        self.root, self.mesh, self.compute, self._whole = root, mesh, compute, dict(whole)
+        super().__init__(root.module, settings, bound, optimizer)
+        self.device = mesh.device
+
+    def forward(self, samples: Samples, *, temperature: float, adapters: bool = True) -> tuple[Tensor, Tensor]:
+        """See ``TrainedModel.forward``; due on all ranks at once, each with its own samples, or none."""
+        self._set_mode(adapter_dropout=False)
+        packed = self._pack_together(samples)
+        parts = []
+        with torch.no_grad(), self.layers.active(), nullcontext() if adapters else self.module.disable_adapter():
+            for microbatch in self._microbatches(samples, packed):
+                logprob_T, entropy_T = self._predict(microbatch or _NOTHING, temperature)
+                if microbatch is not None:
+                    parts.append(Samples(microbatch.lengths, {"logprob": logprob_T, "entropy": entropy_T}))
+        release(self.root)
+        if not parts:
+            return torch.zeros(0), torch.zeros(0)
+        together = concat(parts)
+        together = together.with_tokens(**{name: column.cpu() for name, column in together.tokens.items()})
+        together = together.select(torch.tensor([i for indices in packed for i in indices]).argsort())
+        return together["logprob"], together["entropy"]
+
+    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float) -> dict[str, Any]:
+        """See ``TrainedModel.forward_backward``; due on all ranks at once.
+
+        The loss's denominators are those of all ranks' samples. What is returned is of this rank's samples; ranks of one data
+        place return the same, so a caller adds up one of each. Without samples it is ``loss`` alone, 0.
+        """
+        self._set_mode(adapter_dropout=True)
+        merged: dict[str, Any] = {}
+        for microbatch in self._microbatches(samples, self._pack_together(samples)):
+            with self.layers.active():
+                predicted = self._predict(microbatch or _NOTHING, temperature)
+                if microbatch is None:
+                    # No row met the head: all gradients are 0, and are exchanged as those of other ranks.
+                    (predicted[0].sum() + predicted[1].sum()).backward()
+                    continue
+                parts = loss(upload_samples(microbatch, self.device), *predicted)
+                parts.total.backward()
+            for name, value in {"loss": parts.total.detach(), **parts.stats}.items():
+                merged[name] = merged[name] + value if name in merged else value
+        release(self.root)
+        if self.optimizer is not None and not self._gradients_checked:
+            self.optimizer.collect()
+            self._check_gradients()
+        return merged or {"loss": torch.zeros((), device=self.device)}
+
+    def to(self, device: torch.device) -> None:
+        """A model on a mesh stays where its ranks are."""
+        raise NotImplementedError("a model on a mesh does not move by itself")
+
+    def _pack_together(self, samples: Samples) -> list[list[int]]:
+        """This rank's microbatches, and as many empty ones as other ranks have more.
+
+        Raises:
+            SampleTooLong: if one sample exceeds the bound alone.
+            PeerFailed: if another rank could not pack its samples.
+        """
+        packed: list[list[int]] = []
+        error: Exception | None = None
+        try:
+            packed = self._pack(samples) if len(samples) else []
+        except (SampleTooLong, ValueError) as raised:
+            error = raised
+        count = self.mesh.agree(len(packed), error)
+        return packed + [[] for _ in range(count - len(packed))]
+
+    def _microbatches(self, samples: Samples, packed: list[list[int]]) -> Iterator[Samples | None]:
+        return (samples.select(indices) if indices else None for indices in packed)
+
+    def _compute(
+        self, ids_C: Tensor, target_ids_N: Tensor, computed: Computed, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return self.root(lambda: super(MeshModel, self)._compute(ids_C, target_ids_N, computed, temperature))
+
+    def _attends_in_graph(self) -> bool:
+        like = torch.empty(0, dtype=self.compute, device=self.mesh.device)
+        return attends_in_graph(self.settings.attention, like)
+
+    def _optimizer(self, settings: OptimizerSettings) -> ShardedOptimizer:
+        return ShardedOptimizer(self.module, settings, self.mesh, self._whole)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and parameters as the Hugging Face folder has them, each a DTensor of which this rank holds a part; float32
+        where they are trained, to be rounded to ``compute`` where they are used."""
+        return super().weights()
+
+
+_NOTHING = Samples(
+    torch.ones(1, dtype=torch.int64),
+    {"ids": torch.zeros(1, dtype=torch.int64), "mask": torch.zeros(1, dtype=torch.bool)},
+)
