@@ -13,6 +13,7 @@ from meshloom.config.settings import TrainSettings
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.rl import RLStage
 from meshloom.loop.train import run_training
+from meshloom.plan.build import build_plan
 from meshloom.plan.device_checks import lay_out
 from meshloom.plan.forecast import count_roles
 from meshloom.plan.parameters import count_parameters
@@ -230,3 +231,19 @@ def test_tensors_that_share_memory_across_parts_are_counted_once() -> None:
         for part in (Part.PARAMETERS, Part.OPTIMIZER)
     ]
     assert not storages[0] & storages[1]
+
+
+def test_the_plan_of_one_device_shows_what_leaves_it_and_what_each_phase_holds(inputs: Path) -> None:
+    given = train_settings(inputs, inputs / "planned", *away("host"))
+    plan = build_plan(given, 8)
+    plan.require()
+    assert plan.value("actor: optimizer") == "host"
+    assert {line.formula for line in plan.lines if line.name == "reference: parameters"} == {
+        "on the device in log-prob; else on the host"
+    }
+    moments = plan.value("actor: optimizer moments")
+    everything = build_plan(
+        train_settings(inputs, inputs / "planned", *away("host"), "offload.actor.optimizer=none"), 8
+    )
+    assert everything.value("held in generate") == plan.value("held in generate") + moments
+    assert build_plan(train_settings(inputs, inputs / "planned"), 8).outlook is None

@@ -44,6 +44,7 @@ from meshloom.plan.parameters import UnknownFamily
 from meshloom.plan.placement import devices_of_machine
 from meshloom.plan.recompute import choose_recompute
 from meshloom.plan.spread import ledger_over_devices
+from meshloom.plan.stays import stay_lines, stays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,15 +177,18 @@ def _memory_and_time(
     folder: ModelFolder,
     device_memory: int | None,
 ) -> tuple[list[LedgerLine], bool, Outlook | None]:
-    """What the run holds and takes, whether layers are recomputed, and the outlook where there is one. Over several devices
-    the ledgers are those of each; where these cannot be made, those of one device stand for them."""
-    recompute, over_devices = settings.model.gradient_checkpointing is True, False
+    """What the run holds and takes, whether layers are recomputed, and the outlook where there is one. Over several devices,
+    and where parts of models leave theirs, the ledgers are those of each; where these cannot be made, those of one device that
+    holds everything stand for them."""
+    recompute, by_phase = settings.model.gradient_checkpointing is True, False
+    moved: list[LedgerLine] = []
     if isinstance(settings, TrainSettings) and layout is not None:
-        over_devices = layout.topology.num_devices > 1
-        if over_devices and is_incomplete(settings, layout):
+        if layout.topology.num_devices > 1 and is_incomplete(settings, layout):
             return [nothing_counted()], recompute, None
+        moved = list(stay_lines(stays(settings, layout)))
+        by_phase = layout.topology.num_devices > 1 or bool(moved)
     ahead = _look_ahead(found, settings, layout, folder, device_memory)
-    several = ahead is not None and over_devices
+    several = ahead is not None and by_phase
     lines: list[LedgerLine] = []
     if not isinstance(settings, EvalSettings):
         over = ahead.recompute if ahead is not None and several else None
@@ -197,6 +201,7 @@ def _memory_and_time(
             _check_memory(found, settings, {line.name: line.value for line in ledger}, recompute)
     else:
         lines += ahead.memory
+    lines += moved
     return lines + ([] if ahead is None else list(ahead.time)), recompute, ahead
 
 

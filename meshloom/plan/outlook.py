@@ -31,6 +31,7 @@ from meshloom.plan.parameters import count_parameters
 from meshloom.plan.placement import Role, devices_of_machine, roles_of
 from meshloom.plan.recompute import Recompute
 from meshloom.plan.residency import Phase
+from meshloom.plan.stays import stays
 
 _KIND = "cluster.device"
 _NAMED = 4
@@ -136,7 +137,7 @@ def look_ahead(
     found: Findings, settings: TrainSettings, layout: Layout, folder: ModelFolder, device_memory: int | None
 ) -> Outlook | None:
     """Memory and time of a run that is laid out, and refusals where it does not fit; none where nothing is known of them:
-    the run is on one device of which the kind is not given.
+    the run is on one device of which the kind is not given, and holds everything in every phase.
 
     Args:
         found: takes refusals and warnings.
@@ -150,7 +151,8 @@ def look_ahead(
     """
     gpu = on_gpu(settings.device)
     device = find_device(settings.cluster.device) if settings.cluster.device is not None and gpu else None
-    if device is None and layout.topology.num_devices == 1:
+    moves = any(stay.moves for stay in stays(settings, layout))
+    if device is None and layout.topology.num_devices == 1 and not moves:
         return None
     case = Case(
         settings=settings,
