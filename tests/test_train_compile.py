@@ -38,6 +38,8 @@ def compiled(model: TrainedModel, backend: object = "aot_eager") -> TrainedModel
 @pytest.fixture(autouse=True)
 def nothing_compiled_before() -> None:
     torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.init()  # else the compiler does it in the midst of a recomputed layer, which torch refuses
 
 
 def test_gradients_are_those_of_layers_that_are_not_compiled() -> None:

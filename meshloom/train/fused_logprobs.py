@@ -116,6 +116,7 @@ class _FusedLogprobs(torch.autograd.Function):
                 )
                 totals.add(gradient[at], hidden_RD, part)
             totals.end_rows(rows)
+        del logits, gradient  # before the totals are cast, which needs as much again
         return (*totals.gradients(), None, None, None, None)
 
 
