@@ -38,14 +38,22 @@ class Work:
         tokens: that the layers computed; a shared prompt counts once.
         predictions: rows that met the head.
         pairs: tokens that see each other in attention, over samples.
+        packed: tokens that count for the bound of microbatches, shared prompts in each sample; 0 where that is not known: as
+            many as are computed.
     """
 
     tokens: int = 0
     predictions: int = 0
     pairs: int = 0
+    packed: int = 0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.tokens + other.tokens, self.predictions + other.predictions, self.pairs + other.pairs)
+        return Work(
+            self.tokens + other.tokens,
+            self.predictions + other.predictions,
+            self.pairs + other.pairs,
+            self.packed + other.packed,
+        )
 
     def flops(self, cost: Cost) -> float:
         """Operations, attention left out."""

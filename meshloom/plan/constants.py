@@ -57,7 +57,7 @@ class Constants:
     activation_passes: float = 7.0
     forward_part: float = 1 / 3
     decode_layer_s: float = 44e-6
-    pass_layer_s: float = 6.7e-3
+    pass_layer_s: float = 3.5e-3
     generate_start_s: float = 0.01
     update_start_s: float = 0.005
     gather_share: float = 0.627
@@ -79,6 +79,7 @@ ASSUMED = (
     "attention_share",
     "forward_part",
     "generate_start_s",
+    "pass_layer_s",
     "update_start_s",
     "network_share",
     "collective_s",

@@ -54,7 +54,8 @@ class Lengths:
         """What a pass computes of samples, each group of which shares its prompt."""
         pairs = samples * (self.prompt**2 / 2 / group + self.response * self.prompt + self.response**2 / 2)
         tokens = samples * (self.response + self.prompt / group)
-        return Work(round(tokens), round(samples * self.response), round(pairs))
+        packed = samples * (self.prompt + self.response)
+        return Work(round(tokens), round(samples * self.response), round(pairs), round(packed))
 
 
 @dataclass(frozen=True, kw_only=True)

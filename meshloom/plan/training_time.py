@@ -62,7 +62,7 @@ def _passes(
     """Passes over a replica's share of the work, on a device of a usual stage."""
     cut = role.cut
     tokens = work.tokens / cut.replicas
-    count = updates * math.ceil(tokens / updates / role.tokens)
+    count = updates * math.ceil((work.packed or work.tokens) / cut.replicas / updates / role.tokens)
     part = part_of(role.model, cut, compiled=role.compiled)
     compute = _compute(role, work, part, cluster, constants, backward=backward)
     floor = count * part.layers * constants.pass_layer_s * (1.0 if backward else constants.forward_part)
