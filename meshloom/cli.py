@@ -25,6 +25,7 @@ from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.doctor_command import doctor_arguments, doctor_command
 from meshloom.given import KINDS, load_given, settings_arguments, verl_arguments
 from meshloom.plan_command import plan_arguments, plan_command
+from meshloom.simulate_command import simulate_arguments, simulate_command
 
 DONE, FAULT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -33,6 +34,7 @@ Reinforcement-learning post-training for language models.
 
   meshloom quickstart              train a small model in minutes, from nothing, and see that it learned
   meshloom plan RUN.yaml           what a run comes to, and why it cannot work; touches nothing
+  meshloom simulate RUN.yaml       the same loop on virtual devices: in turns, with a lag, on split devices
   meshloom train RUN.yaml [a.b=c]  reinforcement learning
   meshloom train RUN.yaml --resume go on from the newest checkpoint
   meshloom train --verl -- COMMAND what a verl command says; plan takes it too
@@ -189,6 +191,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Run]]
         _quickstart,
     ),
     "plan": ("What a run comes to, and why it cannot work. Touches nothing.", plan_arguments, plan_command),
+    "simulate": ("Compare placements and lags of a run on virtual devices.", simulate_arguments, simulate_command),
     "train": ("Train with reinforcement learning.", _train_arguments, _train),
     "sft": ("Train on worked responses (supervised fine-tuning).", _sft_arguments, _sft),
     "eval": ("Measure a model's accuracy.", _eval_arguments, _eval),

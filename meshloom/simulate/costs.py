@@ -1,0 +1,179 @@
+"""What a step takes of each role's devices, by the plan's cost model.
+
+Owns: the seconds of decoding, of training a step's very samples, of moving weights. Refuses to know: when they are spent.
+Always holds: formulas and constants are the plan's (``plan.time``).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from meshloom.config.settings import TrainSettings
+from meshloom.plan.arithmetic import Work
+from meshloom.plan.constants import Cluster, Constants
+from meshloom.plan.fitting import Look
+from meshloom.plan.forecast import Forecast, Lengths, count_roles, forecast
+from meshloom.plan.lag import most_updates
+from meshloom.plan.layout import Layout, share_devices
+from meshloom.plan.placement import Role
+from meshloom.plan.residency import EngineRole, ModelRole, Phase
+from meshloom.plan.shards import cached_values
+from meshloom.plan.time import decode_step, forward_time, movement_time, update_time
+from meshloom.simulate.engine import Made
+from meshloom.simulate.replica import Speed
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a phase.
+
+    Args:
+        seconds: until its slowest devices are done.
+        by_role: that each role works.
+    """
+
+    seconds: float
+    by_role: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """A run's seconds.
+
+    Args:
+        settings: of the run.
+        layout: of its roles.
+        cluster: its devices.
+        constants: of the cost model.
+        models: roles that compute with a model.
+        engine: a replica of the engine.
+        replicas: of it.
+        expected: the plan's forecast for the mean lengths.
+    """
+
+    settings: TrainSettings
+    layout: Layout
+    cluster: Cluster
+    constants: Constants
+    models: Mapping[Role, ModelRole]
+    engine: EngineRole
+    replicas: int
+    expected: Forecast
+    _known: dict[tuple[Phase, Work], Spent] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, look: Look, lengths: Lengths) -> "Costs | None":
+        """Of a run that is laid out; none where the engine is not, or its devices are not known.
+
+        Args:
+            look: the run on its devices.
+            lengths: of its samples, on average.
+        """
+        case, cluster, rollout = look.case, look.cluster, look.layout.role(Role.ROLLOUT)
+        if cluster is None or rollout is None:
+            return None
+        given = {"recompute": look.recompute, "adapters": case.adapters}
+        memory = case.memory or cluster.device.memory_bytes
+        roles = count_roles(look.settings, case.model, look.layout, **given, memory=memory)
+        if roles.engine is None or Role.ACTOR not in roles.models:
+            return None
+        expected = forecast(
+            look.settings,
+            case.model,
+            look.layout,
+            cluster,
+            **given,
+            lengths=lengths,
+            constants=case.constants,
+            device_memory=case.memory,
+        )
+        return cls(
+            settings=look.settings,
+            layout=look.layout,
+            cluster=cluster,
+            constants=case.constants,
+            models=roles.models,
+            engine=roles.engine,
+            replicas=rollout.replicas,
+            expected=expected,
+        )
+
+    @property
+    def apart(self) -> bool:
+        """Whether generation has devices of its own."""
+        return not share_devices(self.layout.role(Role.ROLLOUT), self.layout.role(Role.ACTOR))
+
+    @cached_property
+    def speed(self) -> Speed:
+        """Of a replica of the engine; as many slots as its cache has room for, of usual length."""
+        engine, cluster, constants, mean = self.engine, self.cluster, self.constants, self.expected.lengths
+        per_token = cached_values(engine.model, engine.tensor) * engine.width
+        slots = engine.sequences
+        if engine.cache_bytes is not None:
+            slots = max(1, min(slots, int(engine.cache_bytes / ((mean.prompt + mean.response) * per_token))))
+
+        def step_s(rows: int) -> float:
+            return sum(part.seconds for part in decode_step(engine, rows, 0, cluster, constants))
+
+        device = cluster.device
+        return Speed(
+            step_s=step_s,
+            token_s=per_token / (device.memory_bandwidth * constants.cache_read_share),
+            prompt_s=2 * engine.model.computed / engine.tensor / (device.matrix_flops * constants.prompt_matrix_share),
+            start_s=constants.generate_start_s,
+            slots=slots,
+        )
+
+    def judging(self, groups: list[Made]) -> Spent:
+        """Log-probs and values of a step's samples."""
+        return self._passes(Phase.LOGPROB, work_of(groups))
+
+    def learning(self, groups: list[Made]) -> Spent:
+        """The updates of a step."""
+        work, epochs = work_of(groups), self.settings.batch.epochs_per_step
+        return self._passes(Phase.UPDATE, Work(work.tokens * epochs, work.predictions * epochs, work.pairs * epochs))
+
+    @cached_property
+    def sync_s(self) -> float:
+        """Seconds in which weights move to the engine."""
+        actor = self.models[Role.ACTOR]
+        return movement_time(self.engine, actor, self.cluster, self.constants, apart=self.apart).seconds
+
+    @property
+    def beside_s(self) -> float:
+        """Seconds of a step beside its phases: records, packing, what offload moves."""
+        return self.constants.beside_phases_s + sum(part.seconds for part in self.expected.offload)
+
+    def _passes(self, phase: Phase, work: Work) -> Spent:
+        """Of all roles in a phase; steps of the same lengths are counted once."""
+        found = self._known.get((phase, work))
+        if found is None:
+            found = self._known[phase, work] = self._price(phase, work)
+        return found
+
+    def _price(self, phase: Phase, work: Work) -> Spent:
+        seconds: dict[str, float] = {}
+        for role in self.models.values():
+            if phase not in role.computes:
+                continue
+            if phase is Phase.UPDATE:
+                updates = most_updates(self.settings.batch)
+                found = update_time(role, work, self.cluster, self.constants, updates=updates)
+            else:
+                found = forward_time(role, work, self.cluster, self.constants, phase)
+            seconds[role.name] = found.seconds
+        of_groups = (sum(seconds.get(str(role), 0.0) for role in shared.roles) for shared in self.layout.shared)
+        return Spent(max(of_groups, default=0.0), seconds)
+
+
+def work_of(groups: list[Made]) -> Work:
+    """What a pass computes of groups, each of which shares its prompt."""
+    tokens = predictions = 0
+    pairs = 0.0
+    for group in groups:
+        prompt, responses = group.drawn.prompt, group.drawn.responses
+        made = sum(responses)
+        tokens += prompt + made
+        predictions += made
+        pairs += prompt * prompt / 2 + made * prompt + sum(length * length for length in responses) / 2
+    return Work(tokens, predictions, round(pairs))
