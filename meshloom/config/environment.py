@@ -70,7 +70,7 @@ def worker_environment(*, threads: int | None, one_node: bool) -> dict[str, str]
         threads: that a worker computes with, unless the user has said how many; none: as many as the libraries take.
         one_node: all workers are on this machine, so that they need no other network than its own.
     """
-    environment = dict(os.environ)
+    environment = _without_launcher(dict(os.environ))
     environment |= {name: value for name, value in _BEFORE_TORCH.items() if name not in environment}
     environment["PYTHONUNBUFFERED"] = "1"
     if threads is not None and not threads_are_given():
@@ -78,3 +78,52 @@ def worker_environment(*, threads: int | None, one_node: bool) -> dict[str, str]
     if one_node:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
+
+
+_OF_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ENVIRONMENT",
+)
+_OF_LAUNCHERS += ("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "MESHLOOM_NODE")
+_PREFIXES_OF_LAUNCHERS = ("TORCHELASTIC_", "SLURM_")
+_CONTROLLER = "MESHLOOM_CONTROLLER"
+
+
+def launcher_variables() -> dict[str, str]:
+    """What a launcher of several processes has set: torchrun's variables and SLURM's, and ``MESHLOOM_NODE``, which names this
+    machine where its host name is not what the device map calls it."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _OF_LAUNCHERS or name.startswith(_PREFIXES_OF_LAUNCHERS)
+    }
+
+
+def controller_environment(ticket: str) -> dict[str, str]:
+    """The environment of the process that runs the loop, where a launcher has started this one.
+
+    It does not say that there are several processes: libraries would take each other's places for their own.
+
+    Args:
+        ticket: what ``take_controller_ticket`` returns there.
+    """
+    return _without_launcher(dict(os.environ)) | {_CONTROLLER: ticket}
+
+
+def take_controller_ticket() -> str | None:
+    """What ``controller_environment`` was given, once: processes that this one starts do not see it."""
+    return os.environ.pop(_CONTROLLER, None)
+
+
+def _without_launcher(environment: dict[str, str]) -> dict[str, str]:
+    """Without what torchrun has set. SLURM's variables stay, since its own commands need them."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name == "ENVIRONMENT" or name.startswith("SLURM_") or name not in launcher_variables()
+    }

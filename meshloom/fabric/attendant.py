@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any
 
 from meshloom.config.environment import worker_environment
 from meshloom.fabric import processes
@@ -45,9 +46,10 @@ class Ticket:
     Args:
         host, port: where the controller listens.
         secret: of the run, as hexadecimal digits.
-        node: name of the node, or empty where the controller is to find it.
+        node: name of this machine; empty: its host name.
         slots: workers that this attendant minds.
-        rank: of the first of them; none where the controller numbers them.
+        node_index: of its node in the launcher's order.
+        local_rank: of the first of its workers on the node.
         parent: process whose end this one does not outlive; none where only the connection counts.
     """
 
@@ -56,7 +58,8 @@ class Ticket:
     secret: str
     node: str = ""
     slots: int = 1
-    rank: int | None = None
+    node_index: int = 0
+    local_rank: int = 0
     parent: int | None = None
 
     def text(self) -> str:
@@ -94,23 +97,26 @@ class Attendant:
 
     Args:
         ticket: where the controller is.
+        spare: children of this process that are none of the workers'.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket = ticket
+    def __init__(self, ticket: Ticket, spare: Sequence[int] = ()) -> None:
+        self._ticket, self._spare = ticket, tuple(spare)
         self._secret = bytes.fromhex(ticket.secret)
         self._minded: dict[int, _Minded] = {}
         self._memory_kills = processes.memory_kills()
         self._closed = threading.Event()
+        self._terminated = False
         self._channel = connect(ticket.host, ticket.port, self._secret)
 
     def run(self) -> int:
         """Serve until the controller says the end or is gone; the exit code."""
         processes.adopt_orphans()
         ticket = self._ticket
-        hello = {"node": ticket.node, "slots": ticket.slots, "rank": ticket.rank, "host": socket.gethostname()}
+        hello = {"node": ticket.node, "node_index": ticket.node_index, "local_rank": ticket.local_rank}
+        hello |= {"slots": ticket.slots, "host": socket.gethostname(), "pid": os.getpid()}
         try:
-            self._channel.send({"kind": "hello", "role": "attendant", "pid": os.getpid(), **hello})
+            self._channel.send({"kind": "hello", "role": "attendant", **hello})
             threading.Thread(target=self._beat, name="beat", daemon=True).start()
             while True:
                 message, _ = self._channel.receive()
@@ -125,8 +131,20 @@ class Attendant:
         finally:
             self._closed.set()
             self._end_workers(grace_s=GRACE_S)
-            processes.end_descendants()
+            processes.end_descendants(self._spare)
             self._channel.close()
+
+    def terminated(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGTERM."""
+        if self._terminated:
+            raise SystemExit(128 + number)
+        self._terminated = True
+        # The main thread may be sending: a thread waits for its turn.
+        threading.Thread(target=self._tell_terminated, name="terminated", daemon=True).start()
+
+    def _tell_terminated(self) -> None:
+        with suppress(ChannelClosed):
+            self._channel.send({"kind": "terminated"})
 
     def _do(self, message: dict[str, Any]) -> None:
         match message["kind"]:
@@ -147,7 +165,7 @@ class Attendant:
         log = logs / f"rank-{rank}.log"
         stack = tempfile.TemporaryFile()  # noqa: SIM115
         ticket = {
-            "host": self._channel.peer_host if self._ticket.host != "127.0.0.1" else "127.0.0.1",
+            "host": self._channel.peer_host,
             "port": self._ticket.port,
             "secret": self._ticket.secret,
             "seat": dict(seat),
@@ -209,22 +227,23 @@ class Attendant:
         self._minded.clear()
 
 
-def attend(ticket: Ticket) -> int:
-    """Mind workers until the run ends; the exit code. SIGTERM ends them at once; Ctrl-C is the controller's to act on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _terminated)
+def attend(ticket: Ticket, spare: Sequence[int] = ()) -> int:
+    """Mind workers until the run ends; the exit code.
+
+    SIGTERM is passed on to the controller, which may save before it ends; a second one ends the workers at once. Ctrl-C is the
+    controller's to act on.
+    """
     try:
-        return Attendant(ticket).run()
+        attendant = Attendant(ticket, spare)
     except ChannelClosed as error:
         print(f"the controller of this run cannot be reached: {error}", file=sys.stderr, flush=True)
         return LOST_CODE
-
-
-def _terminated(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
+    signal.signal(signal.SIGTERM, attendant.terminated)
+    return attendant.run()
 
 
 def main() -> None:
     """Mind workers by the ticket on standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ticket = Ticket(**json.loads(sys.stdin.readline()))
     sys.exit(attend(ticket))

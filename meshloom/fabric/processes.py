@@ -96,9 +96,10 @@ def end_groups(leaders: Iterable[int], *, grace_s: float) -> None:
     psutil.wait_procs(found, timeout=5.0)
 
 
-def end_descendants() -> None:
-    """Kill everything that descends from this process."""
-    for process in psutil.Process().children(recursive=True):
+def end_descendants(spare: Iterable[int] = ()) -> None:
+    """Kill everything that descends from this process, but for some children and what descends from them."""
+    children = [child for child in psutil.Process().children() if child.pid not in set(spare)]
+    for process in [found for child in children for found in _with_descendants(child.pid)]:
         with suppress(psutil.Error):
             process.kill()
 

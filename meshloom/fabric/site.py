@@ -5,6 +5,8 @@ Owns: the listening socket, the connections, who is on which node. Refuses to kn
 closes, every attendant has been told the exit code and why.
 """
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -92,6 +94,7 @@ class Site(ABC):
         self._greeted = threading.Condition()
         self._listener: Listener | None = None
         self._ended = False
+        self._was_terminated = False
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     @property
@@ -214,7 +217,9 @@ class Site(ABC):
             while True:
                 message, blobs = channel.receive()
                 peer.heard_at = time.monotonic()
-                if self._listener is not None:
+                if message["kind"] == "terminated":
+                    self._terminated()
+                elif self._listener is not None:
                     self._listener.heard(peer, message, blobs)
         except ChannelClosed as error:
             reason = str(error)
@@ -222,6 +227,13 @@ class Site(ABC):
             peer.lost = True
         if self._listener is not None and not self._ended:
             self._listener.lost(peer, reason)
+
+    def _terminated(self) -> None:
+        """A scheduler wants the run to end: once, however many of its processes it has told."""
+        with self._greeted:
+            first, self._was_terminated = not self._was_terminated, True
+        if first:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def ending_of(error: BaseException | None) -> tuple[int, str]:

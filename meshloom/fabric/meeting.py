@@ -1,0 +1,180 @@
+"""How tasks that a launcher has started find their controller, and end as it ends.
+
+Owns: the store that they meet at, and the controller's process on task 0. Refuses to know: which launcher it was. Always holds:
+every task exits with the run's exit code, also if the run ends before it has begun; the run's secret is known to who can
+reach the store, which is what torchrun asks for too.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from meshloom.config.environment import controller_environment
+from meshloom.fabric.attendant import LOST_CODE, Ticket, attend
+from meshloom.fabric.launch import Launched
+from meshloom.fabric.tasks import Task
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_PLACE, _OVER, _LEFT = "place", "over", "left"
+_CONNECT_S = 300
+_PART_S = 5.0
+_ROUND_S = 10.0
+
+
+def attend_task(task: Task, command: Sequence[str]) -> int:
+    """Mind the worker of a task until the run ends; on task 0, run the controller beside.
+
+    Args:
+        task: that this process is.
+        command: that runs the controller.
+
+    Returns:
+        The run's exit code.
+    """
+    if task.rank == 0:
+        return _lead(task, command)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return _follow(task, _store(task))
+    except RuntimeError as error:  # of the store: its host is gone
+        print(f"task {task.rank} has lost the first task of the run: {error}", file=sys.stderr, flush=True)
+        return LOST_CODE
+
+
+def _lead(task: Task, command: Sequence[str]) -> int:
+    controller = ControllerProcess(command, Launched(task.kind, 0, task.world_size, task.nodes))
+    store = _store(task)
+    place = controller.place()
+    if place is not None:
+        store.set(_PLACE, json.dumps(place))
+        attend(_ticket(task, "127.0.0.1", place), spare=[controller.pid])
+    code = controller.wait()
+    store.set(_OVER, str(code))
+    if place is None:
+        store.set(_PLACE, "null")
+    if not task.has_store:
+        _part(store, task.world_size - 1)
+    return code
+
+
+def _follow(task: Task, store: "Store") -> int:
+    place = json.loads(_get(store, _PLACE))
+    code = LOST_CODE if place is None else attend(_ticket(task, task.master[0], place))
+    if code == LOST_CODE:
+        with suppress(RuntimeError):
+            # The run may have ended before this task had a part in it.
+            code = int(_get(store, _OVER, rounds=1))
+    with suppress(RuntimeError):
+        store.add(_LEFT, 1)
+    return code
+
+
+def _ticket(task: Task, host: str, place: dict[str, Any]) -> Ticket:
+    position = {"node_index": task.node_index, "local_rank": task.local_rank, "parent": os.getppid()}
+    return Ticket(host, place["port"], place["secret"], node=task.name, **position)
+
+
+def _store(task: Task) -> "Store":
+    from torch.distributed import PrefixStore, TCPStore
+
+    host, port = task.master
+    leads = task.rank == 0 and not task.has_store
+    timeout = timedelta(seconds=_CONNECT_S)
+    store = TCPStore(host, port, None, leads, timeout=timeout, wait_for_workers=False)
+    return PrefixStore(f"meshloom/{task.key}", store)
+
+
+def _get(store: "Store", key: str, *, rounds: int | None = None) -> str:
+    """A value, once it is there.
+
+    Raises:
+        RuntimeError: if the store is gone, or the value has not come in so many rounds of ten seconds.
+    """
+    while rounds is None or rounds > 0:
+        try:
+            store.wait([key], timedelta(seconds=_ROUND_S))
+            return store.get(key).decode()
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower():
+                raise
+        rounds = None if rounds is None else rounds - 1
+    raise RuntimeError(f"nobody has set {key}")
+
+
+def _part(store: "Store", others: int) -> None:
+    """Give the others a moment to read the store, which ends with this process."""
+    until = time.monotonic() + _PART_S
+    while time.monotonic() < until and store.add(_LEFT, 0) < others:
+        time.sleep(0.05)
+
+
+class ControllerProcess:
+    """The process that runs the loop, told that a launcher has started it.
+
+    Signals that mean a stop are passed on to it. It is in a session of its own, so that a launcher that signals a whole group
+    does not signal it twice.
+
+    Args:
+        command: that runs it.
+        launched: what has been started for it; the descriptor is filled in.
+    """
+
+    def __init__(self, command: Sequence[str], launched: Launched) -> None:
+        self._read, write = os.pipe()
+        told = Launched(launched.kind, write, launched.num_attendants, launched.nodes)
+        self._process = subprocess.Popen(
+            list(command),
+            env=controller_environment(told.text()),
+            pass_fds=[write],
+            start_new_session=True,
+        )
+        os.close(write)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._pass_on)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.signal(number)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def place(self) -> dict[str, Any] | None:
+        """Where it listens, and the run's secret; waits for it. None if it ends without having listened."""
+        with os.fdopen(self._read) as pipe:
+            line = pipe.readline()
+        return json.loads(line) if line else None
+
+    def wait(self) -> int:
+        """Wait for its end; its exit code."""
+        code = self._process.wait()
+        return code if code >= 0 else LOST_CODE
+
+
+def end_with_parent() -> None:
+    """In a controller: end some time after the process that started it has, in case nothing else made it end."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        time.sleep(30.0)
+        os._exit(LOST_CODE)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
