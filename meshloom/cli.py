@@ -74,9 +74,14 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _run_training(settings: TrainSettings, resume: bool) -> int:
-    from meshloom.plan.device_checks import require_one_device
+    from meshloom.plan.carried_out import carried_out
 
-    settings = require_one_device(settings)
+    carried = carried_out(settings)
+    if carried.is_spread:
+        from meshloom.loop.many_devices import run_over_devices
+
+        return run_over_devices(carried, resume=resume)
+    settings = carried.settings
     from meshloom.train.ahead import CompileAhead
 
     with CompileAhead(settings) as ahead:

@@ -144,9 +144,9 @@ def test_eight_devices_shard_and_share_the_work() -> None:
     assert group.ledger.margin(Phase.UPDATE) > 0
 
 
-def test_replicas_have_whole_weights_and_lend_them() -> None:
+def test_replicas_have_whole_weights_and_add_up_their_gradients() -> None:
     found = over("Qwen2.5-1.5B", *EIGHT, "parallel.actor.fsdp_size=1", lengths=EXACT)
-    assert "rollout: engine's weights" not in holdings(found)
+    assert "rollout: engine's weights" in holdings(found)
     update = next(phase for phase in found.phases if phase.phase is Phase.UPDATE)
     assert "sums over replicas" in [part.name for part in update.parts]
 

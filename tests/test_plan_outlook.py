@@ -266,10 +266,12 @@ def test_the_outlook_is_light() -> None:
 
 def test_a_kind_alone_asks_for_no_more_devices(tmp_path: Path) -> None:
     """A run of which only the kind of its device is said trains, on that one device."""
-    from meshloom.plan.device_checks import lay_out, require_one_device
+    from meshloom.plan.carried_out import carried_out
+    from meshloom.plan.device_checks import lay_out
 
     settings = load_settings(TrainSettings, None, [*DATA, "model.path=m", "cluster.device=h200"])
-    assert require_one_device(settings) == settings
+    assert carried_out(settings).settings == settings
+    assert not carried_out(settings).is_spread
     assert lay_out(settings, None, 8).layout.topology.num_devices == 1
 
 

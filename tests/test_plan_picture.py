@@ -128,27 +128,30 @@ def test_a_map_is_given_on_the_command_line(run: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("override", "shown"),
+    ("overrides", "shown"),
     [
-        ("cluster.nodes=2", "2 devices on 2 nodes"),
-        ("placement.rollout=[0,1]", "devices"),
+        (["cluster.nodes=2"], ["a run over several nodes", "cluster.nodes (override"]),
+        (["parallel.actor.pipeline=2"], ["a model that is cut into stages of layers", "parallel.actor.pipeline=1"]),
+        (["parallel.rollout.tensor=2"], ["an engine whose model is split over devices"]),
+        (["rollout.engine=vllm"], ["vllm on several devices", "rollout.engine=torch"]),
+        (["placement.reward=[1]"], ["a reward model on devices"]),
     ],
 )
-def test_training_over_devices_is_refused_in_a_sentence(
-    run: Path, capsys: pytest.CaptureFixture[str], override: str, shown: str
+def test_what_is_only_planned_is_refused_by_name(
+    run: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], shown: list[str]
 ) -> None:
-    assert main(["train", "run.yaml", "cluster.devices_per_node=1" if "nodes" in override else "seed=0", override]) == 2
+    assert main(["train", "run.yaml", "cluster.devices_per_node=2", *overrides]) == 2
     error = capsys.readouterr().err
-    assert "this version trains on one device; the plan shows" in error and shown in error
+    assert "is planned, not carried out" in error
+    for text in shown:
+        assert text in error
     assert not (run / "runs").exists()
 
 
-def test_a_program_that_trains_is_refused_too(run: Path) -> None:
-    from meshloom.loop.train import run_training
-
-    spread = load_settings(TrainSettings, run / "run.yaml", ["cluster.devices_per_node=2"])
-    with pytest.raises(UserError, match="this version trains on one device; the plan shows 2 devices"):
-        run_training(spread, resume=False)
+def test_everything_that_is_only_planned_is_told_at_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["cluster.devices_per_node=4", "parallel.actor.pipeline=2", "parallel.rollout.tensor=2"]
+    assert main(["train", "run.yaml", *given]) == 2
+    assert "2 problems" in capsys.readouterr().err
 
 
 def test_a_thousand_nodes_are_planned_within_a_second_and_200_mb(run: Path) -> None:

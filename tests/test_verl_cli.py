@@ -249,11 +249,11 @@ def test_verls_default_rows_of_validation_are_left_out_where_they_are_not(capsys
     assert "nothing is validated" in answer["verl"]["warnings"]["data.val_files"]
 
 
-def test_several_devices_are_planned_and_not_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
-    text = COMMAND.replace("n_gpus_per_node=1", "n_gpus_per_node=2")
+def test_what_is_only_planned_is_not_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"{COMMAND} trainer.nnodes=2"
     assert plan_json(capsys, text)[0] == 0
     assert main(["train", "--verl", "--", text]) == 2
-    assert "one device" in capsys.readouterr().err
+    assert "a run over several nodes is planned, not carried out" in capsys.readouterr().err
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

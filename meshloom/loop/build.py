@@ -25,8 +25,9 @@ from meshloom.config.settings import (
     SftSettings,
     TrainSettings,
 )
-from meshloom.data.prompts import end_of_turn
+from meshloom.data.prompts import end_of_turn, render_prompts
 from meshloom.data.rows import Prompt
+from meshloom.data.sources import load_rows
 from meshloom.loop.collect import Collector
 from meshloom.loop.session import Cut, Session
 from meshloom.loop.validate import Validator
@@ -250,8 +251,16 @@ def require_vocabulary(model: TrainedModel, samples: Iterable[Sequence[int]]) ->
     Raises:
         UserError: if the tokenizer gives tokens that the model does not have.
     """
-    highest, rows = max(map(max, samples)), len(plain_model(model.module).get_input_embeddings().weight)
-    if highest >= rows:
+    require_tokens(len(plain_model(model.module).get_input_embeddings().weight), samples)
+
+
+def require_tokens(rows: int, samples: Iterable[Sequence[int]]) -> None:
+    """The same for a model of so many tokens that is somewhere else.
+
+    Raises:
+        UserError: as ``require_vocabulary``.
+    """
+    if (highest := max(map(max, samples))) >= rows:
         raise UserError(
             f"the tokenizer gives token {highest}, the model has {rows} tokens, counted from 0",
             where="model.path",
@@ -289,6 +298,35 @@ def sampling_params(
         min_p=sampling.min_p,
         stop_strings=rollout.stop,
         ignore_eos=rollout.ignore_eos,
+    )
+
+
+def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt], int]:
+    """Prompts of training and validation, and how many were too long and dropped."""
+    data = settings.data
+    train = render_prompts(load_rows(data.train, data), tokenizer, data)
+    if data.validation is None:
+        return train.prompts, [], train.dropped
+    held_out = render_prompts(load_rows(data.validation, data), tokenizer, data)
+    return train.prompts, held_out.prompts, train.dropped + held_out.dropped
+
+
+def build_collector(
+    settings: TrainSettings,
+    engine: Engine,
+    pool: RewardPool,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Prompt],
+) -> Collector:
+    """What makes the groups that are trained on."""
+    return Collector(
+        engine=engine,
+        scorer=pool,
+        prompts=prompts,
+        decode=texts_decoder(tokenizer),
+        params=sampling_params(settings.rollout.sampling, settings.rollout),
+        samples_per_prompt=settings.batch.samples_per_prompt,
+        seed=settings.seed,
     )
 
 

@@ -16,7 +16,7 @@ from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.loop.collect import Collector, sample_records
 from meshloom.loop.objective import PolicyObjective, learned, update_metrics, with_advantages
 from meshloom.loop.residents import Residents
-from meshloom.loop.session import Cut, Session
+from meshloom.loop.session import Cut, Session, Snapshot
 from meshloom.loop.stage import Attempt, Draw, Group, Progress, StepDone
 from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
@@ -218,8 +218,11 @@ class RLStage:
         with self.session.clock.phase("save"):
             self.residents.enter(Phase.UPDATE, step=progress.step, why="save")
             cut = cut_of(progress, waiting)
-            snapshot = ModelSnapshot.take(self.roles.actor, self.tokenizer)
-            self.session.save(snapshot, cut, step=progress.step, score=score)
+            self.session.save(self.snapshot(), cut, step=progress.step, score=score)
+
+    def snapshot(self) -> Snapshot:
+        """The actor as it is now."""
+        return ModelSnapshot.take(self.roles.actor, self.tokenizer)
 
     def _check_gap(self, reports: list[dict[str, Any]]) -> None:
         bound = self.settings.algorithm.max_sampler_gap

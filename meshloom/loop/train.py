@@ -11,29 +11,26 @@ from transformers import PreTrainedTokenizerBase
 
 from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.data.order import PromptOrder
-from meshloom.data.prompts import render_prompts
 from meshloom.data.rows import Prompt
-from meshloom.data.sources import load_rows
 from meshloom.loop.build import (
     build_actor,
+    build_collector,
     build_engine,
     build_validator,
     check_engine,
     find_checkpoint,
     finish_plan,
+    load_prompts,
     open_session,
     require_vocabulary,
-    sampling_params,
-    texts_decoder,
 )
-from meshloom.loop.collect import Collector
 from meshloom.loop.control import ControlLoop, Schedule
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.rl import RLStage, Roles, standing
 from meshloom.loop.session import read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
-from meshloom.plan.device_checks import require_one_device
+from meshloom.plan.carried_out import carried_out
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import Phase
 from meshloom.plan.stays import Part, stays
@@ -46,7 +43,7 @@ from meshloom.train.snapshot import restore
 
 
 def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead | None = None) -> int:
-    """Train; the exit code: 0 done, 130 stopped and saved.
+    """Train, on one device or over several; the exit code: 0 done, 130 stopped and saved.
 
     Args:
         settings: of the run.
@@ -57,7 +54,12 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
         UserError: if the input is bad; nothing has been written then.
         RunFault: if the run stops itself.
     """
-    settings = require_one_device(settings)
+    carried = carried_out(settings)
+    if carried.is_spread:
+        from meshloom.loop.many_devices import run_over_devices
+
+        return run_over_devices(carried, resume=resume)
+    settings = carried.settings
     check_model_folder(settings.model.path)
     memory = free_memory(device := pick_device(settings.device))
     check_free(settings.run_dir, resume=resume)
@@ -68,7 +70,7 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
     checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
-    prompts, held_out, dropped = _load_prompts(settings, tokenizer)
+    prompts, held_out, dropped = load_prompts(settings, tokenizer)
     plan, settings = finish_plan(settings, len(prompts), memory)
     order = PromptOrder(len(prompts), settings.seed, settings.data.shuffle)
     if cut is not None:
@@ -105,18 +107,6 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
         return session.end(step=control.step, stopped=not finished)
 
 
-def _load_prompts(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Prompt], list[Prompt], int]:
-    """Prompts of training and validation, and how many were too long and dropped."""
-    data = settings.data
-    train = render_prompts(load_rows(data.train, data), tokenizer, data)
-    if data.validation is None:
-        return train.prompts, [], train.dropped
-    held_out = render_prompts(load_rows(data.validation, data), tokenizer, data)
-    return train.prompts, held_out.prompts, train.dropped + held_out.dropped
-
-
 def _build_roles(
     settings: TrainSettings,
     pool: RewardPool,
@@ -131,20 +121,11 @@ def _build_roles(
     )
     longest = settings.validation.max_response_tokens
     engine = build_engine(actor, settings.rollout, settings.data, tokenizer, max_response_tokens=longest)
-    collector = Collector(
-        engine=engine,
-        scorer=pool,
-        prompts=prompts,
-        decode=texts_decoder(tokenizer),
-        params=sampling_params(settings.rollout.sampling, settings.rollout),
-        samples_per_prompt=settings.batch.samples_per_prompt,
-        seed=settings.seed,
-    )
     return Roles(
         actor=actor,
         reference=_reference(settings, actor, bound),
         engine=engine,
-        collector=collector,
+        collector=build_collector(settings, engine, pool, tokenizer, prompts),
         validator=build_validator(settings, engine, pool, tokenizer, held_out) if held_out else None,
     )
 

@@ -36,6 +36,8 @@ PLAN_FILE = "plan.json"
 STATUS_FILE = "status.json"
 MEMORY_FILE = "memory.jsonl"
 CHECKPOINTS_FOLDER = "checkpoints"
+LOGS_FOLDER = "logs"
+"""Of workers' logs, which are there before the run itself begins."""
 
 
 class RunState(StrEnum):
@@ -238,7 +240,7 @@ def check_free(path: str | os.PathLike[str], *, resume: bool = False) -> None:
 
 
 def _refuse_filled(folder: Path) -> None:
-    left_by_a_kill = {LOCK_FILE, aside_of(folder / SETTINGS_FILE).name}
+    left_by_a_kill = {LOCK_FILE, LOGS_FOLDER, aside_of(folder / SETTINGS_FILE).name}
     names = sorted(item.name for item in folder.iterdir() if item.name not in left_by_a_kill)
     if names:
         shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")

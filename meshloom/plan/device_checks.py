@@ -12,8 +12,7 @@ from functools import cached_property
 from itertools import islice
 
 from meshloom.config.cluster_settings import OffloadPlace, RoleOffloadSettings
-from meshloom.config.errors import UserError
-from meshloom.config.problems import Problem, require_none
+from meshloom.config.problems import Problem
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.checks import Findings, check_settings
 from meshloom.plan.device_map import with_device_map
@@ -34,7 +33,6 @@ from meshloom.plan.placement import (
     Role,
     asks_for_devices,
     devices_of,
-    devices_of_machine,
     placements,
     roles_of,
     topology_of,
@@ -128,26 +126,6 @@ def _cut_faults(
         yield Fault(code=fault.code, path=path, what=f"{role}: {fault.what}", why=fault.why, changes=changes)
 
 
-def require_one_device(settings: TrainSettings) -> TrainSettings:
-    """The settings with what the device map says, if they train on one device.
-
-    Raises:
-        UserError: if they are laid out over more devices, or their map cannot be read.
-    """
-    laid_out = lay_out(settings, None, devices_of_machine())
-    if faults := [fault for fault in laid_out.faults if fault.path == "placement.map"]:
-        require_none([_problem(settings, fault, ()) for fault in faults], settings.placement.map or "")
-    settings, topology = laid_out.settings, laid_out.layout.topology
-    if topology.num_devices == 1:
-        return settings
-    nodes = f" on {topology.num_nodes:,} nodes" if topology.num_nodes > 1 else ""
-    raise UserError(
-        f"this version trains on one device; the plan shows {topology.num_devices:,} devices{nodes}",
-        why="`meshloom plan` describes such a run, `meshloom train` does not carry it out",
-        fix="leave out cluster, placement and parallel to train on one device",
-    )
-
-
 def check_devices(
     found: Findings, laid_out: LaidOut, model: Divisible | None, machine: int, num_prompts: int | None
 ) -> tuple[str, ...]:
@@ -166,7 +144,7 @@ def check_devices(
     trial = _Trial(laid_out.given, model, machine, num_prompts)
     for fault in laid_out.faults:
         changes = tuple(dict.fromkeys(overrides(change) for change in trial.suggestions(fault)))
-        found.problems.append(_problem(laid_out.settings, fault, changes))
+        found.problems.append(problem_of(laid_out.settings, fault, changes))
     if asks_for_devices(laid_out.settings):
         _warn_of_layout(found, laid_out)
     if not laid_out.faults:
@@ -175,7 +153,8 @@ def check_devices(
     return overrides(trial.all_together()) if len(laid_out.faults) > 1 else ()
 
 
-def _problem(settings: TrainSettings, fault: Fault, suggestions: tuple[tuple[str, ...], ...]) -> Problem:
+def problem_of(settings: TrainSettings, fault: Fault, suggestions: tuple[tuple[str, ...], ...]) -> Problem:
+    """A fault as it is told, with changes that were tried."""
     fixes = [fault.form, *(shortened(" ".join(change)) for change in suggestions)]
     return Problem(
         code=fault.code,

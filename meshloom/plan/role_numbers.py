@@ -108,13 +108,9 @@ def model_role(
 
 
 def engine_owns_weights(settings: TrainSettings, layout: Layout) -> bool:
-    """Whether the engine has a copy of the weights. It cannot sample from the actor's that are on other devices, sharded,
-    or cut in another way, and vLLM never does."""
-    found, actor = layout.role(Role.ROLLOUT), layout.role(Role.ACTOR)
-    if found is None or actor is None or settings.rollout.engine == "vllm":
-        return True
-    whole = cut_of(actor).devices == cut_of(actor).replicate and found.mesh.size("tp") == 1
-    return not (whole and set(found.devices.ranges) == set(actor.devices.ranges))
+    """Whether the engine has a copy of the weights. On one device the embedded one samples from the actor's very weights; over
+    several, the actor's are parts in float32, which no engine samples from. vLLM always has its own."""
+    return layout.topology.num_devices > 1 or settings.rollout.engine == "vllm"
 
 
 def engine_role(settings: TrainSettings, layout: Layout, model: DecoderNumbers) -> EngineRole | None:

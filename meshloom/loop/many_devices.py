@@ -1,0 +1,267 @@
+"""A run over several devices: its workers, and the roles on them behind the objects that the loop uses.
+
+Owns: starting the workers of a run and giving each role its ranks. Refuses to know: the algorithm (``loop.rl``), the order of a
+run (``loop.control``), how processes are started (``fabric``). Always holds: everything that can be wrong with the input is
+found before the run folder is touched; the order of prompts, the buffer and the records are this process's, the models the
+workers'.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from meshloom.config.errors import RunFault, UserError
+from meshloom.config.settings import KlPlace, TrainSettings
+from meshloom.data.order import PromptOrder
+from meshloom.fabric.dispatch import GroupLayout
+from meshloom.fabric.groups import WorkerGroup
+from meshloom.fabric.local import LocalSite
+from meshloom.fabric.workers import Workers
+from meshloom.loop.build import (
+    build_collector,
+    build_validator,
+    find_checkpoint,
+    finish_plan,
+    load_prompts,
+    open_run,
+    require_tokens,
+)
+from meshloom.loop.control import ControlLoop, Schedule
+from meshloom.loop.model_role import RemoteModel, RemoteReference, Sharing
+from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteStage
+from meshloom.loop.replicas import RemoteEngine
+from meshloom.loop.rl import Roles, standing
+from meshloom.loop.session import Cut, read_cut, set_random_states
+from meshloom.loop.worker_host import WorkerHost, ranks_of
+from meshloom.observe.loggers import check_loggers
+from meshloom.observe.run_folder import LOGS_FOLDER, SETTINGS_FILE, check_free
+from meshloom.plan.arithmetic import pass_cost
+from meshloom.plan.build import build_plan
+from meshloom.plan.carried_out import Carried
+from meshloom.plan.lag import steps_ahead
+from meshloom.plan.layout import Layout, RoleLayout, share_devices
+from meshloom.plan.model_folder import read_model_folder
+from meshloom.plan.parameters import UnknownFamily, count_parameters
+from meshloom.plan.placement import Role
+from meshloom.rewards.pool import RewardPool
+from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
+
+_HOST = "meshloom.loop.worker_host:WorkerHost"
+_DATA_AXES = ("replicate", "fsdp")
+"""Axes of a model's mesh over which samples are divided."""
+_BUILD_S, _MOVE_S, _ASK_S = 3600.0, 1800.0, 300.0
+
+
+def run_over_devices(carried: Carried, *, resume: bool) -> int:
+    """Train; the exit code: 0 done, 130 stopped and saved.
+
+    Args:
+        carried: the run.
+        resume: go on from the newest checkpoint.
+
+    Raises:
+        UserError: if the input is bad; nothing has been written then.
+        WorkerFault: if a worker fails; the run goes on from its newest checkpoint.
+        RunFault: if the run stops itself.
+    """
+    settings = carried.settings
+    check_model_folder(settings.model.path)
+    check_free(settings.run_dir, resume=resume)
+    check_loggers(settings.logging.loggers)
+    checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)
+    cut = None if checkpoint is None else read_cut(checkpoint)
+    tokenizer = load_tokenizer(settings.model.path)
+    prompts, held_out, dropped = load_prompts(settings, tokenizer)
+    build_plan(settings, len(prompts)).require()
+    order = PromptOrder(len(prompts), settings.seed, settings.data.shuffle)
+    if cut is not None:
+        order.load(cut.values["order"])
+    with ExitStack() as resources:
+        workers = resources.enter_context(_workers(settings, carried.layout))
+        told = workers.call("device_facts", phase="start", deadline_s=_ASK_S)
+        free = [facts.free_bytes for facts in told if facts.free_bytes is not None]
+        plan, settings = finish_plan(settings, len(prompts), min(free, default=None))
+        sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
+        pool = resources.enter_context(RewardPool(settings.reward, sources))
+        roles = _Ranks(settings, plan.layout, workers)
+        checkpoint_bytes = roles.build(checkpoint, cut, [prompt.ids for prompt in (*prompts, *held_out)])
+        engine = roles.engine()
+        found = Roles(
+            actor=roles.actor,
+            reference=roles.reference(),
+            engine=engine,
+            collector=build_collector(settings, engine, pool, tokenizer, prompts),
+            validator=build_validator(settings, engine, pool, tokenizer, held_out) if held_out else None,
+        )
+        found.check()
+        session = resources.enter_context(
+            open_run(settings, plan, checkpoint_bytes, told[0].described, resume=resume, cut=cut)
+        )
+        if dropped:
+            session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
+        session.measure_memory = RankMemory(workers, roles.free_between_steps).metrics
+        stage = RemoteStage(
+            settings,
+            session,
+            found,
+            tokenizer,
+            plan.updates,
+            RemoteResidents(roles.models, session.folder.log_memory),
+            actor_group=roles.actor.group,
+            background=None if roles.takes_turns else resources.enter_context(_background(settings)),
+        )
+        control = ControlLoop(Schedule.of(settings, plan.steps), stage, order)
+        if cut is not None:
+            control.load(*standing(cut))
+            stage.step = control.step
+        engine.load_weights(control.version)
+        set_random_states(cut, settings.seed)
+        finished = control.run()
+        return session.end(step=control.step, stopped=not finished)
+
+
+@contextmanager
+def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
+    """The workers of a run, one a device; their logs are in the run folder, and leave with what is found before the run."""
+    devices = _devices(settings, layout)
+    run_dir = Path(settings.run_dir)
+    logs = run_dir / LOGS_FOLDER
+    made = [folder for folder in (logs, run_dir, *run_dir.parents) if not folder.exists()]
+    roles = {rank: _roles_text(layout, rank) for rank in range(len(devices))}
+    try:
+        with LocalSite(devices) as site, Workers(_HOST, site=site, logs=logs, roles=roles) as workers:
+            yield workers
+    except UserError as error:
+        if not isinstance(error, RunFault) and not (run_dir / SETTINGS_FILE).exists():
+            for folder in made:
+                shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _devices(settings: TrainSettings, layout: Layout) -> list[str]:
+    """What each rank computes on.
+
+    Raises:
+        UserError: if this machine has fewer GPUs than the run asks for.
+    """
+    count = layout.topology.num_devices
+    device = pick_device(settings.device)
+    if device.type == "cpu":
+        return ["cpu"] * count
+    if device.index is not None:
+        what = f"device={settings.device} names one GPU, and the run is over {count} devices"
+        raise UserError(what, where="device", fix="device=cuda; CUDA_VISIBLE_DEVICES says which GPUs there are")
+    if (found := torch.cuda.device_count()) < count:
+        raise UserError(
+            f"the run is over {count} devices, and this machine shows {found}",
+            where="cluster.devices_per_node",
+            fix=f"cluster.devices_per_node={found}, or device=cpu",
+        )
+    return [f"cuda:{index}" for index in range(count)]
+
+
+def _roles_text(layout: Layout, rank: int) -> str:
+    return ", ".join(str(found.role) for found in layout.roles if found.devices.rank_of(rank) is not None)
+
+
+@contextmanager
+def _background(settings: TrainSettings) -> Iterator[ThreadPoolExecutor]:
+    """Threads for the rollouts that may be in flight; what is in flight at the end is left to its workers' end."""
+    threads = ThreadPoolExecutor(steps_ahead(settings) + 2, thread_name_prefix="rollout")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Ranks:
+    """The roles of a run on its workers.
+
+    Args:
+        settings: of the run.
+        layout: of its roles; a device's number is its worker's rank.
+        workers: of the run.
+    """
+
+    def __init__(self, settings: TrainSettings, layout: Layout, workers: Workers) -> None:
+        self._settings, self._layout, self._workers = settings, layout, workers
+        self._actor, self._rollout = layout.role(Role.ACTOR), layout.role(Role.ROLLOUT)
+        self._reference = layout.role(Role.REFERENCE)
+        self.takes_turns = share_devices(self._actor, self._rollout)
+        self.actor = RemoteModel(self._group(self._actor), self._sharing(self._actor, backward=True))
+        of_models = {rank for found in (self._actor, self._reference) if found is not None for rank in found.devices}
+        self.models = WorkerGroup(workers, GroupLayout.data_parallel(sorted(of_models)), WorkerHost)
+        self._vocabulary = 0
+
+    @property
+    def free_between_steps(self) -> list[int]:
+        """Ranks that do nothing between two steps: engines with devices of their own may generate then."""
+        generating = set() if self.takes_turns else set(self._rollout.devices)
+        return [seat.rank for seat in self._workers.seats if seat.rank not in generating]
+
+    def build(self, checkpoint: Path | None, cut: Cut | None, samples: Sequence[Sequence[int]]) -> int:
+        """Build all models; about what a checkpoint of the actor takes, in bytes.
+
+        Args:
+            checkpoint: that the run goes on from.
+            cut: what it holds beside the model.
+            samples: token ids that the model must have.
+
+        Raises:
+            UserError: if a model cannot be loaded, or lacks tokens.
+        """
+        arguments = {
+            "settings": self._settings,
+            "layout": self._layout,
+            "checkpoint": None if checkpoint is None else checkpoint.absolute(),
+            "updates": 0 if cut is None else cut.values["version"],
+        }
+        self._workers.call("build", arguments, phase="start", deadline_s=_BUILD_S)
+        told = self.actor.group.call("facts", phase="start", deadline_s=_ASK_S)
+        self._vocabulary = max(facts.vocabulary for facts in told)
+        require_tokens(self._vocabulary, samples)
+        return sum(facts.checkpoint_bytes for facts in told)
+
+    def engine(self) -> RemoteEngine:
+        """All replicas of the engine."""
+        tensor = self._rollout.mesh.size("tp")
+        ranks = ranks_of(self._rollout)
+        movers = sorted({*self._actor.devices, *ranks})
+
+        def move_weights(version: int) -> None:
+            self._workers.call("move_weights", {"version": version}, ranks=movers, phase="sync", deadline_s=_MOVE_S)
+
+        return RemoteEngine(
+            self._workers,
+            [ranks[at : at + tensor] for at in range(0, len(ranks), tensor)],
+            vocabulary=self._vocabulary,
+            move_weights=move_weights,
+            takes_turns=self.takes_turns,
+        )
+
+    def reference(self) -> RemoteReference | None:
+        """What the divergence is measured from, where one is used: a frozen model, or the base under the actor's adapters."""
+        if self._settings.algorithm.kl is KlPlace.NONE:
+            return None
+        if self._reference is None:
+            return RemoteReference(self.actor.group, Role.ACTOR, self.actor.sharing)
+        group = self._group(self._reference)
+        return RemoteReference(group, Role.REFERENCE, self._sharing(self._reference, backward=False))
+
+    def _group(self, found: RoleLayout) -> WorkerGroup:
+        ranks = GroupLayout.of_mesh(ranks_of(found), found.mesh.axes, _DATA_AXES)
+        return WorkerGroup(self._workers, ranks, WorkerHost)
+
+    def _sharing(self, found: RoleLayout, *, backward: bool) -> Sharing:
+        """Ranks that split sequences hold a microbatch's tokens each."""
+        tokens = self._settings.batch.tokens_per_microbatch * found.mesh.size("sp")
+        try:
+            numbers = count_parameters(read_model_folder(Path(self._settings.model.path)).text_config)
+        except UnknownFamily:
+            return Sharing(tokens_per_microbatch=tokens)
+        cost = pass_cost(numbers, backward=backward)
+        return Sharing(tokens_per_microbatch=tokens, pair_cost=cost.per_pair / cost.per_token)

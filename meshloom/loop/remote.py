@@ -1,0 +1,155 @@
+"""The stage of a reinforcement-learning run whose roles are on workers.
+
+Owns: rollouts in the background where engines have devices of their own, checkpoints that all ranks write, memory that all
+ranks report. Refuses to know: how models are cut, how workers are started. Always holds: the algorithm is that of ``loop.rl``,
+whose class this is; where engine and trainer share devices they take turns as in one process.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from meshloom.fabric.groups import WorkerGroup
+from meshloom.fabric.workers import Workers
+from meshloom.loop.model_role import COMPUTE_DEADLINE_S
+from meshloom.loop.rl import RLStage, TakenTurn, oldest_version
+from meshloom.loop.stage import Attempt, Draw, Group
+from meshloom.observe.timing import PhaseClock
+from meshloom.samples import Samples
+from meshloom.train.shared_files import Spec, create
+
+_SAVE_DEADLINE_S = 3600.0
+_LOOK_S = 0.05
+_SMALL_DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class StartedJob:
+    """A rollout that is on while others work.
+
+    Args:
+        stage: whose it is.
+        found: what it gives.
+    """
+
+    stage: "RemoteStage"
+    found: "Future[Attempt[Samples]]"
+
+    def collect(self) -> Attempt[Group[Samples]]:
+        """Wait for it."""
+        with self.stage.session.clock.phase("generate"):
+            found = self.found.result()
+        groups = {number: Group(number, oldest_version(group), group) for number, group in found.groups.items()}
+        return Attempt(groups, found.unfinished)
+
+    def cancel(self) -> None:
+        """Not to be collected; it ends with its workers."""
+        self.found.cancel()
+
+
+@dataclass
+class RemoteStage(RLStage):
+    """The roles of a run on many devices.
+
+    Args:
+        actor_group: ranks of the model that is trained.
+        background: runs rollouts; none where engine and trainer take turns.
+    """
+
+    actor_group: WorkerGroup | None = None
+    background: ThreadPoolExecutor | None = None
+
+    def begin_rollout(self, draws: Sequence[Draw], version: int) -> "StartedJob | TakenTurn":
+        """A rollout of one group for each draw: it begins now if the engine has devices of its own."""
+        if self.background is None:
+            return super().begin_rollout(draws, version)
+        collect, deadline_s = self.roles.collector.attempt, self.settings.rollout.deadline_s
+        return StartedJob(self, self.background.submit(collect, draws, deadline_s=deadline_s, clock=PhaseClock()))
+
+    def snapshot(self) -> "RemoteSnapshot":
+        """The actor as it is now, copied by each rank to its host's memory."""
+        files: dict[str, dict[str, Spec]] = {}
+        for told in self.actor_group.call("hold_snapshot", phase="save", deadline_s=_SAVE_DEADLINE_S):
+            for name, specs in told.items():
+                files.setdefault(name, {}).update(specs)
+        return RemoteSnapshot(self.actor_group, files, self.tokenizer)
+
+
+@dataclass(frozen=True)
+class RemoteSnapshot:
+    """A model between two steps, in the memory of its ranks' hosts.
+
+    Args:
+        group: its ranks.
+        files: whole tensors, by file and name.
+        tokenizer: written beside the model.
+    """
+
+    group: WorkerGroup
+    files: Mapping[str, Mapping[str, Spec]]
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def num_bytes(self) -> int:
+        """What the files take."""
+        return sum(spec.num_bytes for specs in self.files.values() for spec in specs.values())
+
+    def write(self, folder: Path) -> None:
+        """Let every rank write its parts; returns when all are on the disk. Verbs of the step go on meanwhile.
+
+        Raises:
+            WorkerFault: if a rank cannot write.
+        """
+        for name, specs in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            create(folder / name, specs)
+        self.tokenizer.save_pretrained((folder / next(iter(self.files))).parent)
+        self.group.call("write_snapshot", {"folder": folder.absolute()}, phase="save", deadline_s=_SAVE_DEADLINE_S)
+        while not all(self.group.call("snapshot_written", phase="save", deadline_s=_SAVE_DEADLINE_S)):
+            time.sleep(_LOOK_S)
+
+
+class RemoteResidents:
+    """Who is where in a phase, on all devices of models: see ``loop.residents.Residents``.
+
+    Args:
+        group: ranks of the models.
+        log: takes each rank's record of a boundary.
+    """
+
+    def __init__(self, group: WorkerGroup, log: Any) -> None:
+        self._group, self._log = group, log
+
+    def enter(self, phase: str, *, step: int, why: str = "") -> None:
+        """Make everything be where the plan has it in a phase."""
+        told = self._group.call(
+            "enter", {"phase": phase, "step": step, "why": why}, phase=str(phase), deadline_s=COMPUTE_DEADLINE_S
+        )
+        for records in told:
+            for record in records:
+                self._log(record)
+
+
+class RankMemory:
+    """Most memory that each device has held, for the records of a run.
+
+    Args:
+        workers: of the run.
+        asked: ranks that are free between steps; others tell it when they are done with what they do.
+    """
+
+    def __init__(self, workers: Workers, asked: Sequence[int]) -> None:
+        self._workers, self._asked = workers, list(asked)
+        self.by_rank: dict[int, int] = {}
+
+    def metrics(self) -> dict[str, float]:
+        """The largest of all, and each rank's."""
+        told = self._workers.call("memory", ranks=self._asked, phase="report", deadline_s=_SMALL_DEADLINE_S)
+        self.by_rank |= dict(zip(self._asked, told, strict=True))
+        each = {f"peak_memory_bytes/rank{rank}": float(held) for rank, held in sorted(self.by_rank.items())}
+        return {"peak_memory_bytes": max(each.values()), **each}

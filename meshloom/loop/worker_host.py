@@ -1,0 +1,354 @@
+"""What a worker process has of a run, and does for the controller.
+
+Owns: the models and the engine of the roles that the plan puts on this device, and the verbs by which they are used. Refuses
+to know: prompts, rewards, the algorithm, what comes after what. Always holds: ranks of one role are called together, each with
+its own part; results are told by one rank of each replica; nothing is written but parts of checkpoints, into the folder that
+is named.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshloom.config.settings import OptimizerSettings, TrainSettings
+from meshloom.fabric.dispatch import GroupLayout, by_part, from_first
+from meshloom.fabric.seats import Seat
+from meshloom.fabric.verbs import emit, verb
+from meshloom.loop.build import decoder, set_end_tokens
+from meshloom.loop.movers import WeightMover
+from meshloom.loop.residents import Residents, folder_of
+from meshloom.observe.timing import peak_memory
+from meshloom.plan.layout import Layout, RoleLayout
+from meshloom.plan.placement import Role
+from meshloom.plan.residency import Phase
+from meshloom.plan.role_numbers import engine_owns_weights
+from meshloom.plan.stays import stays
+from meshloom.rollout.embedded import embedded_engine
+from meshloom.rollout.protocol import Completion, Engine, Request
+from meshloom.rollout.travel import Completions
+from meshloom.samples import Samples
+from meshloom.train.build_on_mesh import build_model
+from meshloom.train.load import describe_device, free_memory, load_model, load_tokenizer, pick_dtype
+from meshloom.train.mesh import TrainMesh, mesh_of_plan
+from meshloom.train.mesh_model import MeshModel
+from meshloom.train.mesh_snapshot import (
+    MeshSnapshot,
+    full_bytes,
+    held,
+    is_first,
+    restore_on_mesh,
+    specs_of,
+    write_config,
+)
+from meshloom.train.model import Loss, MicrobatchBound
+from meshloom.train.optimizer import StepStats
+from meshloom.train.shared_files import Spec
+from meshloom.train.snapshot import MODEL
+
+_MOMENT_S = 0.02
+"""Samples that finish within so many seconds of each other are told together."""
+
+
+def from_answering(results: Sequence[Any], layout: GroupLayout) -> list[Any]:
+    """One result of each replica, from the rank that has one."""
+    return [
+        next(
+            result
+            for result, index in zip(results, layout.data_index, strict=True)
+            if index == part and result is not None
+        )
+        for part in range(layout.num_parts)
+    ]
+
+
+def ranks_of(found: RoleLayout) -> list[int]:
+    """Ranks of a role, in the order of its mesh: the numbers of its devices, ascending."""
+    return sorted(found.devices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """A device before anything is on it.
+
+    Args:
+        free_bytes: of a GPU; none for the processors.
+        described: its type, and the name that a GPU's driver gives.
+    """
+
+    free_bytes: int | None
+    described: dict[str, str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorFacts:
+    """What the controller must know of the model that is trained, as far as one rank knows it.
+
+    Args:
+        vocabulary: tokens of the model; 0 where its head is on other ranks.
+        checkpoint_bytes: about what the files of a checkpoint will take; 0 but on the first rank of a stage.
+    """
+
+    vocabulary: int
+    checkpoint_bytes: int
+
+
+class WorkerHost:
+    """The roles of one device.
+
+    Args:
+        seat: of this worker.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat, self.device = seat, torch.device(seat.device)
+        self._models: dict[Role, MeshModel] = {}
+        self._engine: Engine | None = None
+        self._snapshot: MeshSnapshot | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._mover: WeightMover | None = None
+        self._residents: Residents | None = None
+        self._noted: list[dict[str, Any]] = []
+
+    @verb()
+    def device_facts(self) -> DeviceFacts:
+        """What the plan and the run's records want to know of the device."""
+        return DeviceFacts(free_bytes=free_memory(self.device), described=describe_device(self.device))
+
+    @verb()
+    def build(self, settings: TrainSettings, layout: Layout, checkpoint: Path | None, updates: int) -> None:
+        """Build the models of this device's roles, on all ranks at once.
+
+        Args:
+            settings: of the run.
+            layout: of all roles; ranks are numbers of devices.
+            checkpoint: that the run goes on from.
+            updates: made before.
+
+        Raises:
+            UserError: if a model cannot be loaded or cut.
+        """
+        self.settings, self.layout = settings, layout
+        torch.manual_seed(settings.seed)
+        self._tokenizer = load_tokenizer(settings.model.path)
+        # Process groups are made by all ranks, whatever their roles.
+        meshes = {role: self._mesh(role) for role in (Role.ACTOR, Role.REFERENCE)}
+        if (mesh := meshes[Role.ACTOR]) is not None:
+            self._models[Role.ACTOR] = self._build_actor(mesh, checkpoint, updates)
+        if (mesh := meshes[Role.REFERENCE]) is not None:
+            self._models[Role.REFERENCE] = self._build(mesh, None)
+        module: nn.Module | None = None
+        if self._own(Role.ROLLOUT) is not None:
+            module = self._engine_module(checkpoint)
+            self._engine = self._build_engine(module)
+        if engine_owns_weights(settings, layout):
+            ranks = (ranks_of(layout.role(role)) for role in (Role.ACTOR, Role.ROLLOUT))
+            self._mover = WeightMover(self._models.get(Role.ACTOR), module, *ranks, self.device)
+        models = {str(role): model for role, model in self._models.items()}
+        self._residents = Residents(
+            stays(settings, layout),
+            models,
+            folder=folder_of(settings),
+            log=self._note_memory,
+            rank=self.seat.rank,
+        )
+
+    def _own(self, role: Role) -> RoleLayout | None:
+        """A role's layout, if it is on this device."""
+        found = self.layout.role(role)
+        return found if found is not None and found.devices.rank_of(self.seat.rank) is not None else None
+
+    def _mesh(self, role: Role) -> TrainMesh | None:
+        """A model's mesh, if it is on this device."""
+        found = self.layout.role(role)
+        return None if found is None else mesh_of_plan(found.mesh, ranks_of(found), self.device)
+
+    def _build(self, mesh: TrainMesh, checkpoint: Path | None, optimizer: OptimizerSettings | None = None) -> MeshModel:
+        settings, batch = self.settings, self.settings.batch
+        return build_model(
+            settings.model,
+            mesh,
+            MicrobatchBound(batch.tokens_per_microbatch, batch.samples_per_microbatch),
+            optimizer,
+            seed=settings.seed,
+            path=checkpoint / MODEL if checkpoint is not None and settings.model.lora is None else None,
+        )
+
+    def _build_actor(self, mesh: TrainMesh, checkpoint: Path | None, updates: int) -> MeshModel:
+        model = self._build(mesh, checkpoint, self.settings.optimizer)
+        set_end_tokens(model.module, self.settings.data, self._tokenizer)
+        if checkpoint is not None:
+            restore_on_mesh(model, checkpoint, updates)
+        return model
+
+    def _engine_module(self, checkpoint: Path | None) -> nn.Module:
+        """What the engine samples with: the actor itself where it is whole on this device, else a copy, which the first
+        movement fills with the actor's weights."""
+        settings = self.settings
+        if not engine_owns_weights(settings, self.layout):
+            return self._models[Role.ACTOR].module
+        dtype = pick_dtype(settings.model.dtype, self.device)
+        return load_model(settings.model.path, dtype, self.device).requires_grad_(False)
+
+    def _build_engine(self, module: nn.Module) -> Engine:
+        rollout = self.settings.rollout
+        return embedded_engine(
+            module,
+            eos_ids=set_end_tokens(module, self.settings.data, self._tokenizer),
+            max_sequences=rollout.max_sequences,
+            kv_cache_bytes=rollout.kv_cache_bytes,
+            prefill_tokens=rollout.prefill_tokens,
+            decode=decoder(self._tokenizer),
+        )
+
+    @property
+    def _actor(self) -> MeshModel:
+        return self._models[Role.ACTOR]
+
+    @verb()
+    def facts(self) -> ActorFacts:
+        """What the controller must know of the actor."""
+        model = self._actor
+        return ActorFacts(
+            vocabulary=model.head.weight.shape[0], checkpoint_bytes=full_bytes(model) if is_first(model.mesh) else 0
+        )
+
+    @verb(dispatch=by_part("samples"), collect=from_answering)
+    def forward(
+        self, samples: Samples, role: Role, temperature: float, adapters: bool
+    ) -> dict[str, torch.Tensor] | None:
+        """Log-probs and entropies of this replica's samples."""
+        model = self._models[role]
+        logprob, entropy = model.forward(samples, temperature=temperature, adapters=adapters)
+        return {"logprob": logprob, "entropy": entropy} if model.mesh.answers else None
+
+    @verb(dispatch=by_part("samples"), collect=from_answering)
+    def forward_backward(self, samples: Samples, loss: Loss, temperature: float) -> dict[str, Any] | None:
+        """Add the gradient of this replica's part of an update."""
+        model = self._actor
+        self._seed_dropout(model)
+        report = model.forward_backward(samples, loss, temperature=temperature)
+        return report if model.mesh.answers else None
+
+    @verb(collect=from_first)
+    def optim_step(self, total_updates: int) -> StepStats:
+        """One optimizer update."""
+        return self._actor.optim_step(total_updates)
+
+    @verb()
+    def take_utilization(self, seconds: float) -> dict[str, float]:
+        """Share of the device's peak that was reached."""
+        return self._actor.take_utilization(seconds)
+
+    @verb()
+    def memory(self) -> int:
+        """Most bytes that this device, or this process on the processors, has held so far."""
+        return peak_memory()
+
+    @verb()
+    def enter(self, phase: Phase, step: int, why: str) -> list[dict[str, Any]]:
+        """Have every part of this rank's models where the plan has it in a phase; what was noted of memory."""
+        self._noted = []
+        self._residents.enter(phase, step=step, why=why)
+        return self._noted
+
+    @verb()
+    def check_request(self, request: Request) -> None:
+        """Refuse a request that this replica's cache could never hold."""
+        self._need_engine().generate([request], deadline_s=0.0)
+
+    @verb()
+    def generate(self, requests: list[Request], deadline_s: float) -> None:
+        """Generate, and tell samples as they finish."""
+        for finished in _together(self._need_engine().generate(requests, deadline_s=deadline_s)):
+            emit(Completions.of(finished))
+
+    @verb()
+    def sleep(self) -> None:
+        """Give up the memory of the engine's cache."""
+        self._need_engine().sleep()
+
+    @verb()
+    def wake(self) -> None:
+        """Take it back."""
+        self._need_engine().wake()
+
+    @verb()
+    def move_weights(self, version: int) -> None:
+        """Bring the actor's weights to the engine; called on all ranks of both."""
+        if self._mover is not None:
+            self._mover.move()
+        if self._engine is not None:
+            self._engine.load_weights(version)
+
+    @verb()
+    def hold_snapshot(self) -> dict[str, dict[str, Spec]]:
+        """Copy what this rank writes of a checkpoint to the host's memory; the whole tensors of its stage, told by one rank."""
+        self.snapshot_written(wait=True)
+        self._snapshot = MeshSnapshot.take(self._actor)
+        return specs_of(held(self._actor)) if is_first(self._actor.mesh) else {}
+
+    @verb()
+    def write_snapshot(self, folder: Path) -> None:
+        """Begin to write it, into files that are there; rank 0 of the actor writes what is no tensor too."""
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise RuntimeError("there is no snapshot to write")
+        self._snapshot = None
+        if self._actor.mesh.rank == 0:
+            write_config(self._actor, folder)
+        self._writing = self._writer.submit(snapshot.write, folder)
+
+    @verb()
+    def snapshot_written(self, wait: bool = False) -> bool:
+        """Whether nothing is being written any more."""
+        writing = self._writing
+        if writing is None:
+            return True
+        if not wait and not writing.done():
+            return False
+        self._writing = None
+        writing.result()
+        return True
+
+    def close(self) -> None:
+        """End the thread that writes, and give up what is on disk."""
+        self._writer.shutdown()
+        if self._residents is not None:
+            self._residents.close()
+
+    def _note_memory(self, record: Mapping[str, Any]) -> None:
+        self._noted.append({**record, "rank": self.seat.rank})
+
+    def _need_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError(f"{self.seat} has no engine")
+        return self._engine
+
+    def _seed_dropout(self, model: MeshModel) -> None:
+        """Dropout of adapters follows from the update and the part of the data, so that a run that is resumed repeats it."""
+        updates = 0 if model.optimizer is None else model.optimizer.updates
+        digest = hashlib.blake2b(
+            f"dropout/{self.settings.seed}/{updates}/{model.mesh.data_place}".encode(), digest_size=8
+        )
+        torch.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
+
+
+def _together(completions: Iterator[Completion]) -> Iterator[list[Completion]]:
+    """Finished samples in batches of those that come within a moment of each other."""
+    batch: list[Completion] = []
+    told = time.monotonic()
+    for completion in completions:
+        batch.append(completion)
+        if time.monotonic() - told > _MOMENT_S:
+            yield batch
+            batch, told = [], time.monotonic()
+    if batch:
+        yield batch

@@ -1,0 +1,92 @@
+"""What of a plan ``meshloom train`` carries out, and what it only plans.
+
+Owns: the table of what is planned only, and the refusals by name. Refuses to know: how anything is executed. Always holds: a
+setting that a run would pass over in silence is refused; whether a run is on one device or on several is said here and nowhere
+else.
+
+Code: N001 planned, not carried out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshloom.config.problems import Problem, require_none
+from meshloom.config.settings import TrainSettings
+from meshloom.plan.device_checks import lay_out, problem_of
+from meshloom.plan.layout import Layout, RoleLayout
+from meshloom.plan.placement import Role, devices_of_machine
+
+_AXES = {"pp": ("pipeline", "stages of layers")}
+"""Ways to cut a model that is trained which are planned only: the setting's last name, and what it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """A run that train carries out.
+
+    Args:
+        settings: with what the device map says.
+        layout: of its roles, whatever its model is.
+    """
+
+    settings: TrainSettings
+    layout: Layout
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether it is on several devices."""
+        return self.layout.topology.num_devices > 1
+
+
+def carried_out(settings: TrainSettings) -> Carried:
+    """The run, if train carries it out.
+
+    Raises:
+        UserError: that names everything which is planned only, or why a device map cannot be read.
+    """
+    laid_out = lay_out(settings, None, devices_of_machine())
+    faults = [fault for fault in laid_out.faults if fault.path == "placement.map"]
+    require_none([problem_of(laid_out.settings, fault, ()) for fault in faults], settings.placement.map or "")
+    carried = Carried(settings=laid_out.settings, layout=laid_out.layout)
+    if carried.is_spread:
+        require_none([*_planned_only(carried.settings, carried.layout)], f"train {settings.run_dir}")
+    return carried
+
+
+def _planned_only(settings: TrainSettings, layout: Layout) -> Iterator[Problem]:
+    if layout.topology.num_nodes > 1:
+        yield _refusal(settings, "cluster.nodes", "a run over several nodes", "cluster.nodes=1")
+    for found in layout.roles:
+        if found.role in (Role.CRITIC, Role.REWARD):
+            yield _refusal(settings, f"placement.{found.role}", f"a {found.role} model on devices", f"placement.{found.role}=all")
+        elif found.role is not Role.ROLLOUT:
+            yield from _cuts(settings, found)
+    rollout = layout.role(Role.ROLLOUT)
+    if rollout is not None and rollout.mesh.size("tp") > 1:
+        yield _refusal(
+            settings, "parallel.rollout.tensor", "an engine whose model is split over devices", "parallel.rollout.tensor=1"
+        )
+    if settings.rollout.engine != "torch":
+        yield _refusal(
+            settings, "rollout.engine", f"{settings.rollout.engine} on several devices", "rollout.engine=torch"
+        )
+
+
+def _cuts(settings: TrainSettings, found: RoleLayout) -> Iterator[Problem]:
+    for axis, (name, meaning) in _AXES.items():
+        if found.mesh.size(axis) > 1:
+            path = f"parallel.{found.role}.{name}"
+            yield _refusal(settings, path, f"a model that is cut into {meaning}", f"{path}=1")
+    if settings.model.lora is not None and found.mesh.size("tp") > 1:
+        path = f"parallel.{found.role}.tensor"
+        yield _refusal(settings, path, "adapters on layers that are split over devices", f"{path}=1")
+
+
+def _refusal(settings: TrainSettings, path: str, what: str, fix: str) -> Problem:
+    return Problem(
+        code="N001",
+        what=f"{what} is planned, not carried out",
+        where=f"{path} ({settings.provenance.of(path)})",
+        why="`meshloom plan` describes such a run, `meshloom train` of this version does not carry it out",
+        fix=fix,
+    )
