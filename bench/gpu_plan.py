@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from gpu_common import Budget, common_arguments, console, print_ratio, print_table, require_gpu, versions_line
-from gpu_models import prepared, questions, write_prompts
+from gpu_models import SHAPES, config_of, prepared, questions, write_prompts
 from gpu_runs import run_side
 from gpu_sides import Job, Ours
 from rich.console import Console
@@ -23,20 +23,38 @@ from meshloom.observe.measured_run import read_measured_run
 from meshloom.plan.calibration import Held, MeasuredRun, calibrate, compare, held
 from meshloom.plan.calibration_report import print_calibration
 from meshloom.plan.constants import Constants
+from meshloom.plan.parameters import count_parameters
 
 PROMPT_TOKENS, PEAKS = 64, ("generate", "log_prob", "update")
 WANTED_MEMORY, WANTED_TIME = 0.10, 0.20
+BYTES_ON_DISK = 17
+"""Of a parameter: a model folder and a checkpoint, in bfloat16 with float32 masters and moments, and some to spare."""
 SMOKE_DEVICE = "h200"
 """What the processor of a smoke run stands for; its figures mean nothing."""
 
 
+def parameters_of(size: str) -> int:
+    shape = SHAPES[size]
+    return count_parameters(config_of(shape, max(shape.vocabulary, 1)).to_dict()).total
+
+
+def place_of(options: argparse.Namespace, size: str) -> Path:
+    """The work folder, or one in memory where the disk has no room: a run asks for that of its last checkpoint at the start."""
+    needed = BYTES_ON_DISK * parameters_of(size)
+    places = [options.work, *(shared / options.work.name for shared in [Path("/dev/shm")] if shared.is_dir())]
+    roomy = [place for place in places if shutil.disk_usage(place if place.exists() else place.parent).free > needed]
+    return (roomy or places)[0]
+
+
 def job_of(options: argparse.Namespace, size: str) -> Job:
     """The work of a size, its model and prompts made."""
-    model = prepared(options.work, size, tokenizer=options.tokenizer)
-    data = options.work / "data"
+    place = place_of(options, size)
+    place.mkdir(parents=True, exist_ok=True)
+    model = prepared(place, size, tokenizer=options.tokenizer)
+    data = place / "data"
     write_prompts(data, questions(8 if options.tiny else 2048))
     small = {"prompts": 4, "samples": 2, "max_tokens": 16} if options.tiny else {"prompts": 32}
-    work = options.work / f"plan-{size}"
+    work = place / f"plan-{size}"
     return Job(model=model, data=data, work=work, steps=options.steps, max_prompt_tokens=PROMPT_TOKENS, **small)
 
 
@@ -92,9 +110,8 @@ def main() -> None:
     if fit not in sizes:
         parser.error(f"--fit {fit} is none of --sizes {' '.join(sizes)}")
     out, budget, runs = console(), Budget(options.budget_s), {}
-    for size in sorted(
-        sizes, key=lambda size: size != fit
-    ):  # if time runs out, what the others are predicted by is there
+    options.work.mkdir(parents=True, exist_ok=True)
+    for size in sorted(sizes, key=parameters_of, reverse=True):  # the largest needs most room on the disk
         run = measure(out, options, size, budget.left_s)
         if run is not None:
             runs[size] = run
