@@ -51,6 +51,7 @@ class Ticket:
         node_index: of its node in the launcher's order.
         local_rank: of the first of its workers on the node.
         parent: process whose end this one does not outlive; none where only the connection counts.
+        holds_input: whoever started it holds its standard input, whose end it does not outlive either.
     """
 
     host: str
@@ -61,6 +62,7 @@ class Ticket:
     node_index: int = 0
     local_rank: int = 0
     parent: int | None = None
+    holds_input: bool = False
 
     def text(self) -> str:
         """As one line of JSON."""
@@ -97,7 +99,7 @@ class Attendant:
 
     Args:
         ticket: where the controller is.
-        spare: children of this process that are none of the workers'.
+        spare: children of this process that are none of the workers', but the controller, which tells its errors itself.
     """
 
     def __init__(self, ticket: Ticket, spare: Sequence[int] = ()) -> None:
@@ -109,8 +111,8 @@ class Attendant:
         self._terminated = False
         self._channel = connect(ticket.host, ticket.port, self._secret)
 
-    def run(self) -> int:
-        """Serve until the controller says the end or is gone; the exit code."""
+    def run(self) -> int | None:
+        """Serve until the controller says the end; the exit code, or none if the controller is gone."""
         processes.adopt_orphans()
         ticket = self._ticket
         hello = {"node": ticket.node, "node_index": ticket.node_index, "local_rank": ticket.local_rank}
@@ -118,16 +120,18 @@ class Attendant:
         try:
             self._channel.send({"kind": "hello", "role": "attendant", **hello})
             threading.Thread(target=self._beat, name="beat", daemon=True).start()
+            if ticket.holds_input:
+                threading.Thread(target=self._watch_input, name="input", daemon=True).start()
             while True:
                 message, _ = self._channel.receive()
                 if message["kind"] == "end":
-                    if message["text"]:
+                    if message["text"] and not self._spare:
                         print(message["text"], file=sys.stderr, flush=True)
                     return int(message["code"])
                 self._do(message)
         except ChannelClosed:
             print("the controller of this run is gone", file=sys.stderr, flush=True)
-            return LOST_CODE
+            return None
         finally:
             self._closed.set()
             self._end_workers(grace_s=GRACE_S)
@@ -210,6 +214,10 @@ class Attendant:
                 self._channel.close()
                 return
 
+    def _watch_input(self) -> None:
+        sys.stdin.read()
+        self._channel.close()
+
     def _look(self, message: dict[str, Any]) -> None:
         minded = self._minded[int(message["rank"])]
         lives = minded.process.poll() is None
@@ -227,8 +235,8 @@ class Attendant:
         self._minded.clear()
 
 
-def attend(ticket: Ticket, spare: Sequence[int] = ()) -> int:
-    """Mind workers until the run ends; the exit code.
+def attend(ticket: Ticket, spare: Sequence[int] = ()) -> int | None:
+    """Mind workers until the run ends; the exit code, or none if the controller is gone.
 
     SIGTERM is passed on to the controller, which may save before it ends; a second one ends the workers at once. Ctrl-C is the
     controller's to act on.
@@ -237,7 +245,7 @@ def attend(ticket: Ticket, spare: Sequence[int] = ()) -> int:
         attendant = Attendant(ticket, spare)
     except ChannelClosed as error:
         print(f"the controller of this run cannot be reached: {error}", file=sys.stderr, flush=True)
-        return LOST_CODE
+        return None
     signal.signal(signal.SIGTERM, attendant.terminated)
     return attendant.run()
 
@@ -246,4 +254,9 @@ def main() -> None:
     """Mind workers by the ticket on standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ticket = Ticket(**json.loads(sys.stdin.readline()))
-    sys.exit(attend(ticket))
+    code = attend(ticket)
+    sys.exit(LOST_CODE if code is None else code)
+
+
+if __name__ == "__main__":
+    main()

@@ -70,14 +70,14 @@ def _lead(task: Task, command: Sequence[str]) -> int:
 
 def _follow(task: Task, store: "Store") -> int:
     place = json.loads(_get(store, _PLACE))
-    code = LOST_CODE if place is None else attend(_ticket(task, task.master[0], place))
-    if code == LOST_CODE:
+    code = None if place is None else attend(_ticket(task, task.master[0], place))
+    if code is None:
         with suppress(RuntimeError):
             # The run may have ended before this task had a part in it.
             code = int(_get(store, _OVER, rounds=1))
     with suppress(RuntimeError):
         store.add(_LEFT, 1)
-    return code
+    return LOST_CODE if code is None else code
 
 
 def _ticket(task: Task, host: str, place: dict[str, Any]) -> Ticket:
@@ -160,6 +160,14 @@ class ControllerProcess:
         with os.fdopen(self._read) as pipe:
             line = pipe.readline()
         return json.loads(line) if line else None
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def end(self) -> None:
+        """Kill it."""
+        self.signal(signal.SIGKILL)
 
     def wait(self) -> int:
         """Wait for its end; its exit code."""
