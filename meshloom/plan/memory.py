@@ -35,6 +35,7 @@ _GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
 MACHINE, GPU = "memory of this machine", "memory of the GPU"
 GENERATING, UPDATING = "peak while generating", "peak while updating"
 """Names of the lines that are compared."""
+CHECKPOINT = "checkpoint"
 _PHASES = {"g": "generate", "u": "update"}
 
 
@@ -171,6 +172,11 @@ class _Memory:
             self.bytes(UPDATING, self.sums["u"], parts, phases="")
 
 
+def checkpoint_bytes_each(width: int) -> int:
+    """Bytes of a checkpoint for each trained parameter: it as it is, its master where there is one, and both moments."""
+    return width + (0 if width == _FLOAT32 else _FLOAT32) + 2 * _FLOAT32
+
+
 def trainable_parameters(settings: TrainSettings | SftSettings, folder: ModelFolder) -> int:
     """All parameters, or those of the adapters: rank × (inputs + outputs) of each layer that gets one."""
     lora = settings.model.lora
@@ -192,6 +198,8 @@ def _optimizer_lines(ledger: _Memory, settings: TrainSettings | SftSettings, fol
         ledger.bytes("float32 masters", trained * _FLOAT32, "trained parameters × 4", phases="gu")
     ledger.bytes("optimizer moments", 2 * trained * _FLOAT32, "trained parameters × 2 × 4", phases="gu")
     ledger.bytes("gradients", trained * _FLOAT32, "trained parameters × 4, float32", phases="u")
+    each = checkpoint_bytes_each(width)
+    ledger.bytes(CHECKPOINT, trained * each, f"trained parameters × {each}, on the disk", phases="")
 
 
 def _update_lines(

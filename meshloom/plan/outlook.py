@@ -24,7 +24,7 @@ from meshloom.plan.forecast import Forecast, Group
 from meshloom.plan.hardware import find_device, names_of_devices
 from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import DERIVED, LedgerLine
-from meshloom.plan.memory import on_gpu, trainable_parameters
+from meshloom.plan.memory import CHECKPOINT, checkpoint_bytes_each, compute_bytes, on_gpu, trainable_parameters
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_folder import ModelFolder
 from meshloom.plan.parameters import count_parameters
@@ -225,6 +225,10 @@ def _common_lines(look: Look) -> Iterator[LedgerLine]:
         yield LedgerLine(
             section="memory", name="trained parameters", value=adapters, formula=formula, source="model.path"
         )
+    if look.layout.role(Role.CRITIC) is None:
+        each = checkpoint_bytes_each(compute_bytes(look.settings.model.dtype, look.settings.device))
+        count, of = (look.case.model.total, "parameters") if adapters is None else (adapters, "trained parameters")
+        yield _bytes("memory", CHECKPOINT, count * each, f"{of} × {each}, on the disk")
 
 
 def _memory_lines(look: Look, group: Group) -> Iterator[LedgerLine]:
