@@ -24,6 +24,7 @@ from meshloom.config.errors import RunFault, UserError
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.doctor_command import doctor_arguments, doctor_command
 from meshloom.given import KINDS, load_given, settings_arguments, verl_arguments
+from meshloom.launch_command import launch_arguments, launch_command
 from meshloom.plan_command import plan_arguments, plan_command
 from meshloom.simulate_command import simulate_arguments, simulate_command
 
@@ -38,6 +39,7 @@ Reinforcement-learning post-training for language models.
   meshloom train RUN.yaml [a.b=c]  reinforcement learning
   meshloom train RUN.yaml --resume go on from the newest checkpoint
   meshloom train --verl -- COMMAND what a verl command says; plan takes it too
+  meshloom launch --hostfile HOSTS RUN.yaml  train on several machines, over ssh
   meshloom sft RUN.yaml [a.b=c]    supervised fine-tuning
   meshloom eval RUN.yaml [a.b=c]   accuracy on held-out prompts
   meshloom calibrate RUN_DIR...    the plan's estimates of time, fitted to finished runs
@@ -64,6 +66,13 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def _train(args: argparse.Namespace) -> int:
+    from meshloom.fabric.launch import attend_if_launched
+
+    code = attend_if_launched([sys.executable, "-m", "meshloom", *args.words])
+    return _train_here(args) if code is None else code
+
+
+def _train_here(args: argparse.Namespace) -> int:
     if args.verl is None:
         return _run_training(load_given(TrainSettings, args.settings, resume=args.resume), args.resume)
     from meshloom.from_verl import settings_to_run
@@ -74,9 +83,10 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _run_training(settings: TrainSettings, resume: bool) -> int:
+    from meshloom.fabric.cluster import with_launched_cluster
     from meshloom.plan.carried_out import carried_out
 
-    carried = carried_out(settings)
+    carried = carried_out(with_launched_cluster(settings))
     if carried.is_spread:
         from meshloom.loop.many_devices import run_over_devices
 
@@ -197,6 +207,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Run]]
     ),
     "plan": ("What a run comes to, and why it cannot work. Touches nothing.", plan_arguments, plan_command),
     "train": ("Train with reinforcement learning.", _train_arguments, _train),
+    "launch": ("Train on the hosts of a file, over ssh.", launch_arguments, launch_command),
     "sft": ("Train on worked responses (supervised fine-tuning).", _sft_arguments, _sft),
     "eval": ("Measure a model's accuracy.", _eval_arguments, _eval),
     "simulate": ("Compare placements and lags of a run on virtual devices.", simulate_arguments, simulate_command),
@@ -237,7 +248,9 @@ def _parse(argv: Sequence[str]) -> tuple[Run, argparse.Namespace] | None:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    return run, _arguments(parser, list(argv[1:]))
+    args = _arguments(parser, list(argv[1:]))
+    args.words = list(argv)
+    return run, args
 
 
 def _arguments(parser: _Parser, words: list[str]) -> argparse.Namespace:

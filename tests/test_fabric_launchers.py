@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from meshloom.config.cluster_settings import Fabric
 from meshloom.config.errors import UserError
 from meshloom.fabric.hostfile import Host, launch_on_hosts, own_address, read_hosts
 from meshloom.fabric.joined import match_nodes
@@ -222,7 +223,7 @@ def test_several_nodes_need_a_launcher() -> None:
         open_site(nodes("node1", "node2"))
     assert "torchrun" in raised.value.fix and "meshloom launch" in raised.value.fix
     with pytest.raises(UserError, match="no launcher has started"):
-        open_site(nodes("node1"), fabric="torchrun")
+        open_site(nodes("node1"), fabric=Fabric.TORCHRUN)
 
 
 def test_variables_of_launchers_are_read() -> None:

@@ -27,6 +27,21 @@ Devices = Annotated[
 ``node1:0``, ``node1:0-3``, ``node1:all``, ``node[1-4]:all``."""
 
 
+class Fabric(StrEnum):
+    """How the processes of a run over several devices are started."""
+
+    AUTO = "auto"
+    """By torchrun, srun or ``meshloom launch``, if one of them started this process; otherwise as ``local``."""
+    LOCAL = "local"
+    """A process for each device, on this machine, by the run itself."""
+    TORCHRUN = "torchrun"
+    """By torchrun."""
+    SLURM = "slurm"
+    """By srun."""
+    RAY = "ray"
+    """By a Ray cluster (extra: ray)."""
+
+
 class ClusterSettings(Settings):
     """The machines of a run."""
 
@@ -37,6 +52,9 @@ class ClusterSettings(Settings):
     several; then what this machine has, or, if it has none, as many as ``placement`` names."""
     node_names: tuple[str, ...] = ()
     """Names of the machines, as host names; ``gpu[01-16]`` names sixteen. Default: node1, node2, …"""
+    ray_address: str | None = None
+    """Address of the Ray cluster of ``fabric=ray``. Default: what ``RAY_ADDRESS`` says, or a cluster on this machine that is
+    started for the run."""
     device: str | None = None
     """Kind of the devices, such as ``h200`` or ``a100-40gb``, by which the plan knows their memory and estimates time."""
     constants: Place | None = None

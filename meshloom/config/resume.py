@@ -35,7 +35,7 @@ _MEMORY_BOUNDS = {
 does, and nothing else."""
 _KERNELS = {"model.attention", "model.compile"}
 """How the same numbers are computed: they change rounding, as the device does, and nothing else."""
-_DEVICES = {"cluster.*", "placement.*", "parallel.*", "offload.*"}
+_DEVICES = {"fabric", "cluster.*", "placement.*", "parallel.*", "offload.*"}
 """Which devices compute and how models are cut: they change rounding, as the device does, and nothing else."""
 
 MAY_CHANGE = frozenset(_LENGTH | _PLACE | _WATCHING | _REWARD_PROCESSES | _MEMORY_BOUNDS | _KERNELS | _DEVICES)

@@ -11,7 +11,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshloom.config.base import Count, CountOrZero, NotNegative, Place, Places, Positive, Seed, Settings, Share
-from meshloom.config.cluster_settings import ClusterSettings, OffloadSettings, ParallelSettings, PlacementSettings
+from meshloom.config.cluster_settings import (
+    ClusterSettings,
+    Fabric,
+    OffloadSettings,
+    ParallelSettings,
+    PlacementSettings,
+)
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
 from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
 
@@ -228,6 +234,8 @@ class TrainSettings(RunSettings):
     validation: ValidationSettings = ValidationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
+    fabric: Fabric = Fabric.AUTO
+    """How the processes of a run over several devices are started; ``auto`` follows from how this command was."""
     cluster: ClusterSettings = ClusterSettings()
     placement: PlacementSettings = PlacementSettings()
     parallel: ParallelSettings = ParallelSettings()

@@ -9,13 +9,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Literal
 
+from meshloom.config.cluster_settings import Fabric
 from meshloom.config.environment import launcher_variables, take_controller_ticket
 from meshloom.config.errors import UserError
 from meshloom.fabric.site import Site
-
-Fabric = Literal["auto", "local", "torchrun", "slurm", "ray"]
 
 
 @dataclass(frozen=True)
@@ -88,21 +86,24 @@ def attend_if_launched(command: Sequence[str]) -> int | None:
     return attend_task(task, command)
 
 
-def open_site(nodes: Sequence[PlannedNode], *, fabric: Fabric = "auto", named: bool = False) -> Site:
+def open_site(
+    nodes: Sequence[PlannedNode], *, fabric: Fabric = Fabric.AUTO, ray_address: str | None = None, named: bool = False
+) -> Site:
     """The site that a run's workers are on; to be entered.
 
     Args:
         nodes: of the plan.
         fabric: how the processes are started; ``auto``: as this process was.
+        ray_address: of the cluster for ``fabric=ray``.
         named: the names of the nodes were given, and are to be found among the hosts.
 
     Raises:
         UserError: if nodes cannot be where they should.
     """
-    if fabric == "ray":
+    if fabric is Fabric.RAY:
         from meshloom.fabric.ray_site import RaySite
 
-        return RaySite(nodes)
+        return RaySite(nodes, address=ray_address, named=named)
     found = launched()
     _check_fabric(fabric, found)
     if found is not None:
@@ -123,7 +124,9 @@ def open_site(nodes: Sequence[PlannedNode], *, fabric: Fabric = "auto", named: b
 
 def _check_fabric(fabric: Fabric, found: Launched | None) -> None:
     kind = "local" if found is None else found.kind
-    if fabric in ("auto", kind) or (fabric == "local" and found is None):
+    if fabric in (Fabric.AUTO, kind):
         return
-    by = "no launcher has" if found is None else f"{found.kind} has"
-    raise UserError(f"fabric={fabric}, but {by} started this run", where="fabric", fix=f"fabric=auto, or fabric={kind}")
+    by = (
+        "no launcher" if found is None else {"hostfile": "meshloom launch", "slurm": "srun"}.get(found.kind, found.kind)
+    )
+    raise UserError(f"fabric={fabric}, but {by} has started this run", where="fabric", fix="leave fabric=auto")

@@ -79,7 +79,7 @@ def sequence_parts(settings: TrainSettings) -> int:
 
 def asks_for_devices(settings: TrainSettings) -> bool:
     """Whether anything is said of nodes, placement or parallelism; a run of which nothing is said is on one device."""
-    said = settings.cluster.model_copy(update={"device": None}) != ClusterSettings()
+    said = settings.cluster.model_copy(update={"device": None, "ray_address": None}) != ClusterSettings()
     said = said or settings.parallel != ParallelSettings()
     return said or settings.placement.map is not None or any(value != "all" for value in placements(settings).values())
 
