@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from meshloom.config.environment import worker_environment
 from meshloom.fabric import processes
@@ -67,6 +67,11 @@ class Ticket:
     def text(self) -> str:
         """As one line of JSON."""
         return json.dumps(vars(self))
+
+    @classmethod
+    def of(cls, text: str, **changes: Any) -> Self:
+        """The ticket that ``text`` wrote, with changes."""
+        return cls(**{**json.loads(text), **changes})
 
 
 def python_command(module: str, function: str, path: list[str]) -> list[str]:
@@ -253,7 +258,7 @@ def attend(ticket: Ticket, spare: Sequence[int] = ()) -> int | None:
 def main() -> None:
     """Mind workers by the ticket on standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ticket = Ticket(**json.loads(sys.stdin.readline()))
+    ticket = Ticket.of(sys.stdin.readline())
     code = attend(ticket)
     sys.exit(LOST_CODE if code is None else code)
 
