@@ -17,7 +17,8 @@ from meshloom.config.settings import TrainSettings
 from meshloom.plan.checks import Findings, check_settings
 from meshloom.plan.device_map import with_device_map
 from meshloom.plan.faults import Change, Fault, overrides, shortened, with_values
-from meshloom.plan.layout import Layout, RoleLayout
+from meshloom.plan.lag import LAG, steps_ahead
+from meshloom.plan.layout import Layout, RoleLayout, share_devices
 from meshloom.plan.meshes import (
     Degrees,
     Divisible,
@@ -150,6 +151,7 @@ def check_devices(
     if not laid_out.faults:
         _warn_of_uneven(found, laid_out, trial)
     _warn_of_offload(found, laid_out.settings)
+    _warn_of_lag(found, laid_out)
     return overrides(trial.all_together()) if len(laid_out.faults) > 1 else ()
 
 
@@ -271,6 +273,19 @@ def _warn_of_uneven(found: Findings, laid_out: LaidOut, trial: _Trial) -> None:
     why = "some have one more than others, which wait for them; the result is the same"
     fix = " or ".join(" ".join(overrides(change)) for change in changes)
     found.warn("B013", "batch.prompts_per_step", what, why=why, fix=f"{fix} divides evenly" if fix else "")
+
+
+def _warn_of_lag(found: Findings, laid_out: LaidOut) -> None:
+    """A lag that gains nothing, as the model that judges samples waits for the rollout that runs ahead."""
+    layout = laid_out.layout
+    rollout, actor = layout.role(Role.ROLLOUT), layout.role(Role.ACTOR)
+    if not steps_ahead(laid_out.settings) or actor is None or share_devices(rollout, actor):
+        return
+    for role in (Role.REFERENCE, Role.CRITIC):
+        if share_devices(rollout, layout.role(role)):
+            what = f"the {role} shares devices with the rollout: it judges samples when the next rollout is finished"
+            fix = f"placement.{role}=[{','.join(map(str, layout.topology.entries(actor.devices)))}]"
+            found.warn("A013", LAG, what, why="so nothing runs ahead, and a lag gains nothing", fix=fix)
 
 
 def _warn_of_offload(found: Findings, settings: TrainSettings) -> None:

@@ -116,11 +116,15 @@ class Look:
     @cached_property
     def forecast(self) -> Forecast | None:
         """With time; none where the devices are not known."""
+        return self.forecast_of(self.settings)
+
+    def forecast_of(self, settings: TrainSettings) -> Forecast | None:
+        """The same with other settings that leave the layout as it is."""
         if self.cluster is None:
             return None
         case = self.case
         return forecast(
-            self.settings,
+            settings,
             case.model,
             self.layout,
             self.cluster,

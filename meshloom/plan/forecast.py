@@ -12,7 +12,8 @@ from types import MappingProxyType
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.arithmetic import Work
 from meshloom.plan.constants import Cluster, Constants, assumptions
-from meshloom.plan.layout import Layout, RoleLayout
+from meshloom.plan.lag import runs_ahead
+from meshloom.plan.layout import Layout, share_devices
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.parameters import DecoderNumbers
 from meshloom.plan.placement import Role
@@ -277,14 +278,6 @@ def _phases(
         yield movement_time(engine, models[Role.ACTOR], cluster, constants, apart=apart)
 
 
-def share_devices(one: RoleLayout | None, other: RoleLayout | None) -> bool:
-    """Whether two roles have a device in common."""
-    if one is None or other is None:
-        return False
-    pieces = ((a, b) for a in one.devices.ranges for b in other.devices.ranges)
-    return any(max(a.start, b.start) < min(a.stop, b.stop) for a, b in pieces)
-
-
 def _step(
     settings: TrainSettings, layout: Layout, phases: tuple[PhaseTime, ...], offload: float, constants: Constants
 ) -> float:
@@ -298,7 +291,5 @@ def _step(
         longest += max(of_groups, key=lambda found: sum(each.seconds for each in found), default=[])
     generated = [found for found in longest if found.phase is Phase.GENERATE]
     others = [found for found in longest if found.phase is not Phase.GENERATE]
-    apart = settings.algorithm.max_lag_versions > 0 and not share_devices(
-        layout.role(Role.ROLLOUT), layout.role(Role.ACTOR)
-    )
+    apart = runs_ahead(settings, layout)
     return step_seconds(generated, others, constants, offload=offload, apart=apart)

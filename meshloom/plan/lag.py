@@ -28,6 +28,18 @@ def steps_ahead(settings: TrainSettings) -> int:
     return settings.algorithm.max_lag_versions // most_updates(settings.batch)
 
 
+def generates_apart(layout: Layout) -> bool:
+    """Whether the rollout's devices do nothing else. A model that judges samples there waits for the next rollout."""
+    rollout = layout.role(Role.ROLLOUT)
+    others = [found for found in layout.roles if found.role not in (Role.ROLLOUT, Role.REWARD)]
+    return rollout is not None and not any(share_devices(rollout, found) for found in others)
+
+
+def runs_ahead(settings: TrainSettings, layout: Layout) -> bool:
+    """Whether generation goes on while the other roles work."""
+    return steps_ahead(settings) > 0 and generates_apart(layout)
+
+
 def lag_faults(settings: TrainSettings, layout: Layout) -> Iterator[Fault]:
     """A lag where generation and training take turns."""
     rollout, actor = layout.role(Role.ROLLOUT), layout.role(Role.ACTOR)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.forecast import Forecast
-from meshloom.plan.layout import Layout, share_devices
-from meshloom.plan.placement import Role
+from meshloom.plan.lag import runs_ahead
+from meshloom.plan.layout import Layout
 from meshloom.plan.residency import Phase
 
 
@@ -99,8 +99,7 @@ def schedule(settings: TrainSettings, layout: Layout, forecast: Forecast) -> Sch
         layout: where its roles are.
         forecast: how long each phase of each role takes.
     """
-    apart = not share_devices(layout.role(Role.ROLLOUT), layout.role(Role.ACTOR))
-    lagged = apart and settings.algorithm.max_lag_versions > 0
+    lagged = runs_ahead(settings, layout)
     others = [phase for phase in Phase if phase is not Phase.GENERATE]
     sampled, generated = _run((Phase.GENERATE,), layout, forecast, 0.0)
     trained, end = _run(others, layout, forecast, 0.0 if lagged else generated)
