@@ -32,6 +32,7 @@ from meshloom.plan.placement import Role, devices_of_machine, roles_of
 from meshloom.plan.recompute import Recompute
 from meshloom.plan.residency import Phase
 from meshloom.plan.stays import stays
+from meshloom.plan.waiting import waiting_lines
 
 _KIND = "cluster.device"
 _NAMED = 4
@@ -275,6 +276,7 @@ def _time_lines(look: Look, *, fits: bool) -> Iterator[LedgerLine]:
         formula += "; what goes over several devices rests on assumptions that are not measured"
     yield LedgerLine(section="time", name="basis", value="estimate", formula=formula, source=DERIVED)
     yield from look.forecast.lines(look.cluster, given.constants, given.origins)
+    yield from waiting_lines(look.settings, look.layout, look.forecast, look.forecast_of)
     if look.layout.role(Role.REWARD) is not None:
         formula = "neither its memory nor its time: its model is not known to the plan"
         yield LedgerLine(
