@@ -19,7 +19,7 @@ from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.data.order import PromptOrder
 from meshloom.fabric.dispatch import GroupLayout
 from meshloom.fabric.groups import WorkerGroup
-from meshloom.fabric.local import LocalSite
+from meshloom.fabric.launch import PlannedNode, open_site
 from meshloom.fabric.workers import Workers
 from meshloom.loop.build import (
     build_collector,
@@ -103,7 +103,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
         )
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
-        session.measure_memory = RankMemory(workers, roles.free_between_steps).metrics
+        session.measure_memory = RankMemory(workers, roles.free_between_steps, engine.peak_bytes).metrics
         stage = RemoteStage(
             settings,
             session,
@@ -127,13 +127,17 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
 @contextmanager
 def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
     """The workers of a run, one a device; their logs are in the run folder, and leave with what is found before the run."""
-    devices = _devices(settings, layout)
+    topology = layout.topology
+    nodes = _nodes(settings, layout)
     run_dir = Path(settings.run_dir)
     logs = run_dir / LOGS_FOLDER
     made = [folder for folder in (logs, run_dir, *run_dir.parents) if not folder.exists()]
-    roles = {rank: _roles_text(layout, rank) for rank in range(len(devices))}
+    roles = {rank: _roles_text(layout, rank) for rank in range(topology.num_devices)}
     try:
-        with LocalSite(devices) as site, Workers(_HOST, site=site, logs=logs, roles=roles) as workers:
+        with (
+            open_site(nodes, named=bool(topology.names)) as site,
+            Workers(_HOST, site=site, logs=logs, roles=roles) as workers,
+        ):
             yield workers
     except UserError as error:
         if not isinstance(error, RunFault) and not (run_dir / SETTINGS_FILE).exists():
@@ -142,26 +146,25 @@ def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
         raise
 
 
-def _devices(settings: TrainSettings, layout: Layout) -> list[str]:
-    """What each rank computes on.
+def _nodes(settings: TrainSettings, layout: Layout) -> list[PlannedNode]:
+    """What each worker of each node computes on.
 
     Raises:
-        UserError: if this machine has fewer GPUs than the run asks for.
+        UserError: if this machine has fewer GPUs than each node is asked for.
     """
-    count = layout.topology.num_devices
-    device = pick_device(settings.device)
-    if device.type == "cpu":
-        return ["cpu"] * count
+    topology, device = layout.topology, pick_device(settings.device)
+    count = topology.devices_per_node
     if device.index is not None:
-        what = f"device={settings.device} names one GPU, and the run is over {count} devices"
+        what = f"device={settings.device} names one GPU, and the run is over {topology.num_devices} devices"
         raise UserError(what, where="device", fix="device=cuda; CUDA_VISIBLE_DEVICES says which GPUs there are")
-    if (found := torch.cuda.device_count()) < count:
+    if device.type == "cuda" and (found := torch.cuda.device_count()) < count:
         raise UserError(
-            f"the run is over {count} devices, and this machine shows {found}",
+            f"the run is over {count} devices of a node, and this machine shows {found}",
             where="cluster.devices_per_node",
             fix=f"cluster.devices_per_node={found}, or device=cpu",
         )
-    return [f"cuda:{index}" for index in range(count)]
+    devices = tuple(f"cuda:{index}" if device.type == "cuda" else "cpu" for index in range(count))
+    return [PlannedNode(topology.node_name(node), devices) for node in range(topology.num_nodes)]
 
 
 def _roles_text(layout: Layout, rank: int) -> str:

@@ -140,16 +140,16 @@ class RankMemory:
 
     Args:
         workers: of the run.
-        asked: ranks that are free between steps; others tell it when they are done with what they do.
+        asked: ranks that are free between steps.
+        told: most bytes of those that are not, as they told when they last generated.
     """
 
-    def __init__(self, workers: Workers, asked: Sequence[int]) -> None:
-        self._workers, self._asked = workers, list(asked)
-        self.by_rank: dict[int, int] = {}
+    def __init__(self, workers: Workers, asked: Sequence[int], told: Mapping[int, int]) -> None:
+        self._workers, self._asked, self._told = workers, list(asked), told
 
     def metrics(self) -> dict[str, float]:
         """The largest of all, and each rank's."""
-        told = self._workers.call("memory", ranks=self._asked, phase="report", deadline_s=_SMALL_DEADLINE_S)
-        self.by_rank |= dict(zip(self._asked, told, strict=True))
-        each = {f"peak_memory_bytes/rank{rank}": float(held) for rank, held in sorted(self.by_rank.items())}
+        answers = self._workers.call("memory", ranks=self._asked, phase="report", deadline_s=_SMALL_DEADLINE_S)
+        held = {**self._told, **dict(zip(self._asked, answers, strict=True))}
+        each = {f"peak_memory_bytes/rank{rank}": float(most) for rank, most in sorted(held.items())}
         return {"peak_memory_bytes": max(each.values()), **each}

@@ -35,6 +35,7 @@ from meshloom.rollout.protocol import Completion, Engine, Request
 from meshloom.rollout.travel import Completions
 from meshloom.samples import Samples
 from meshloom.train.build_on_mesh import build_model
+from meshloom.train.head import plain_model
 from meshloom.train.load import describe_device, free_memory, load_model, load_tokenizer, pick_dtype
 from meshloom.train.mesh import TrainMesh, mesh_of_plan
 from meshloom.train.mesh_model import MeshModel
@@ -217,7 +218,8 @@ class WorkerHost:
         """What the controller must know of the actor."""
         model = self._actor
         return ActorFacts(
-            vocabulary=model.head.weight.shape[0], checkpoint_bytes=full_bytes(model) if is_first(model.mesh) else 0
+            vocabulary=plain_model(model.module).config.get_text_config().vocab_size,
+            checkpoint_bytes=full_bytes(model) if is_first(model.mesh) else 0,
         )
 
     @verb(dispatch=by_part("samples"), collect=from_answering)
@@ -265,10 +267,11 @@ class WorkerHost:
         self._need_engine().generate([request], deadline_s=0.0)
 
     @verb()
-    def generate(self, requests: list[Request], deadline_s: float) -> None:
-        """Generate, and tell samples as they finish."""
+    def generate(self, requests: list[Request], deadline_s: float) -> int:
+        """Generate, and tell samples as they finish; most bytes held so far."""
         for finished in _together(self._need_engine().generate(requests, deadline_s=deadline_s)):
             emit(Completions.of(finished))
+        return peak_memory()
 
     @verb()
     def sleep(self) -> None:
