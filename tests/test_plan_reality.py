@@ -10,10 +10,12 @@ from meshloom.config.load import load_settings
 from meshloom.config.settings import TrainSettings
 from meshloom.loop.build import build_actor
 from meshloom.plan import Plan, build_plan
+from meshloom.samples import Samples
 from meshloom.train.load import load_tokenizer
 from meshloom.train.model import MicrobatchBound, TrainedModel
 from meshloom.train.snapshot import ModelSnapshot, snapshot_bytes
 from tests.lesson_runs import write_model
+from tests.live_bytes import LiveBytes
 from tests.models import tiny_model
 from tests.test_train_model import make_samples, weighted
 
@@ -97,3 +99,29 @@ def json_parameters(path: Path) -> int:
     config = json.loads((path / "config.json").read_text())
     assert not config["tie_word_embeddings"]
     return sum(p.numel() for p in tiny_model("llama", torch.float32, **WIDE, tie_word_embeddings=False).parameters())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_most_that_an_update_has_at_once_is_near_what_its_plan_says(tmp_path: Path, recompute: bool) -> None:
+    """Gradients, activations and logits in float32, of layers that are not compiled; so many that what the plan leaves out of
+    one of them counts little. The second microbatch has the gradients of the first beside it."""
+    tokens, length = 1024, 64
+    model = tiny_model(
+        "llama", num_hidden_layers=12, hidden_size=128, intermediate_size=512, head_dim=32, vocab_size=512
+    )
+    write_model(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "m")
+    given = (f"batch.tokens_per_microbatch={tokens}", f"rollout.max_response_tokens={length - 32}")
+    chunk = f"model.logits_chunk_bytes={64 * 512 * 4}"
+    settings, plan = planned(tmp_path / "m", *given, chunk, f"model.gradient_checkpointing={str(recompute).lower()}")
+    bound = MicrobatchBound(tokens)
+    actor = build_actor(settings.model, settings.optimizer, bound, device="cpu", seed=0, checkpoint=None)
+    lengths = torch.full((2 * tokens // length,), length)
+    columns = {"ids": torch.arange(2 * tokens) % 500, "mask": torch.arange(2 * tokens) % length > 0}
+    samples = Samples(lengths, tokens={**columns, "weight": torch.ones(2 * tokens, dtype=torch.float64)})
+    with LiveBytes() as live:
+        actor.forward_backward(samples, weighted, temperature=1.0)
+    said = {line.name: line.value for line in plan.lines if isinstance(line.value, int)}
+    predicted = said["gradients"] + said["activations"] + said["logits"]
+    assert live.peak == pytest.approx(predicted, rel=0.08)

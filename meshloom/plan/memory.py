@@ -8,7 +8,7 @@ The estimate of activations counts what a layer of the Llama shape keeps for its
 value) and 4 intermediate (gate, up, activated gate, their product). Attention's scores are not kept. Families with more norms
 keep more (measured in float32: Llama 1.1, Qwen3 1.3, Gemma 3 1.6 times the estimate). The code of a compiled layer keeps one
 hidden and one intermediate less, which it computes again (measured: Llama and Qwen2 1.0, Qwen3 1.1, Gemma 3 1.15 times).
-Layers that are recomputed keep their input, and one of them at a time the whole.
+Layers that are recomputed keep their input, and one of them at a time the whole with the gradients of its MLP.
 
 The peak while updating, compiled in bfloat16 on a GPU without recompute, against the most bytes that were allocated there
 (Qwen2.5): 0.5B 19.7 for 20 GiB and 1.5B 46.1 for 46 GiB at 16,380 tokens, before the optimizer has moments; with them at 32,768
@@ -77,6 +77,11 @@ class ModelShape:
             intermediate=config["intermediate_size"],
             vocabulary=config["vocab_size"],
         )
+
+    @property
+    def gradients_per_token(self) -> int:
+        """Gradients of activations that a layer's backward pass has at once for one token."""
+        return self.hidden + 2 * self.intermediate
 
     def values_per_token_and_layer(self, *, compiled: bool) -> int:
         """Activations a layer keeps for one token."""
@@ -221,8 +226,9 @@ def _update_lines(
     ledger.bytes("logits", logits, formula, phases="u", source=origin)
     layer = shape.values_per_token_and_layer(compiled=compiles(settings.model, gpu=gpu))
     if recompute:
-        values = tokens * (shape.num_layers * shape.hidden + layer)
-        formula = f"estimate: tokens at once × (layers × hidden + {layer}) × {width}"
+        whole = layer + shape.gradients_per_token
+        values = tokens * (shape.num_layers * shape.hidden + whole)
+        formula = f"estimate: tokens at once × (layers × hidden + {whole}) × {width}"
     else:
         values = tokens * shape.num_layers * layer
         formula = f"estimate: tokens at once × layers × {layer} × {width}"

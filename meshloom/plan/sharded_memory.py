@@ -235,8 +235,9 @@ def _computing(role: ModelRole, part: Part, phase: Phase, stage: int) -> Iterato
         values = part.hidden + part.layer_values
         formula = f"estimate: {of} × (hidden + {part.layer_values}) × {role.width}: one layer at a time"
     elif role.recompute:
-        values = flights * part.layers * part.hidden + part.layer_values
-        formula = f"estimate: {of} × ({part.layers} layers × hidden{many} + {part.layer_values}) × {role.width}"
+        whole = part.layer_values + part.layer_gradients
+        values = flights * part.layers * part.hidden + whole
+        formula = f"estimate: {of} × ({part.layers} layers × hidden{many} + {whole}) × {role.width}"
     else:
         values = flights * part.kept_values
         formula = f"estimate: {of} × {part.kept_values} of {part.layers} layers{many} × {role.width}"

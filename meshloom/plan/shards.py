@@ -58,6 +58,7 @@ class Part:
         sharded: parameters that the device holds.
         hidden: width of the residual stream, of which each device has all.
         layer_values: activations that the stage's widest layer keeps of a token.
+        layer_gradients: gradients of activations that are alive at once in the backward pass of such a layer, of a token.
         kept_values: activations that all layers of the stage keep of a token.
         vocabulary: rows of the head on this device; 0 in a stage without it.
     """
@@ -69,6 +70,7 @@ class Part:
     sharded: int
     hidden: int
     layer_values: int
+    layer_gradients: int
     kept_values: int
     vocabulary: int
 
@@ -112,9 +114,16 @@ def part_of(model: DecoderNumbers, cut: Cut, *, compiled: bool, stage: int = 0) 
         sharded=ceil_div(whole, cut.shards),
         hidden=model.hidden,
         layer_values=max((width(layer) for layer, _ in layers.runs), default=0),
+        layer_gradients=max((gradients_per_token(model, layer, cut.tensor) for layer, _ in layers.runs), default=0),
         kept_values=layers.sum(width),
         vocabulary=ceil_div(model.vocabulary, cut.tensor) if last else 0,
     )
+
+
+def gradients_per_token(model: DecoderNumbers, layer: Layer, tensor: int) -> int:
+    """Gradients of activations that a layer's backward pass has at once for one token, on a device: of its MLP's gate and of
+    what is beside it, and of what leaves it. An estimate (that of ``plan.memory``)."""
+    return model.hidden + ceil_div(2 * layer.intermediate, tensor)
 
 
 def values_per_token(model: DecoderNumbers, layer: Layer, tensor: int, *, compiled: bool) -> int:
