@@ -126,6 +126,25 @@ def test_weights_between_rollouts_wait_for_the_samples_on_their_way(model: Path)
     assert midst.waited_s > 0.5 * between.sync_s
 
 
+def test_a_lag_gains_nothing_where_the_reference_waits_for_the_rollout_ahead(model: Path) -> None:
+    """It is on the devices that generate, and judges when they have finished the next rollout."""
+    judged = (
+        *SPLIT,
+        "algorithm.kl=loss",
+        "placement.rollout=[2-3]",
+        "placement.reference=[2-3]",
+        "cluster.devices_per_node=4",
+    )
+    question = Question(steps=4, lags=(1,), rollout_devices=())
+    alone, lagged = (
+        found(compare(settings(model, *judged), question))[name] for name in ("given", "as given, but lag 1")
+    )
+    assert lagged.step_s > 0.95 * alone.step_s
+    assert lagged.plan_step_s > 0.95 * alone.plan_step_s
+    elsewhere = found(compare(settings(model, *judged, "placement.reference=[0-1]"), question))
+    assert elsewhere["as given, but lag 1"].step_s < 0.9 * elsewhere["given"].step_s
+
+
 def test_samples_that_wait_for_a_slot_are_younger_than_their_rollout(model: Path) -> None:
     given = settings(model, *SPLIT, "algorithm.max_lag_versions=2", "placement.rollout=[2]", "rollout.max_sequences=64")
     question = Question(steps=6, lengths="lognormal:300:1", lags=(2,), rollout_devices=(), in_flight=True)

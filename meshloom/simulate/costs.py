@@ -30,10 +30,12 @@ class Spent:
     Args:
         seconds: until its slowest devices are done.
         by_role: that each role works.
+        among_engines: whether some of it is on devices that generate.
     """
 
     seconds: float
     by_role: Mapping[str, float]
+    among_engines: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +165,9 @@ class Costs:
                 found = forward_time(role, work, self.cluster, self.constants, phase)
             seconds[role.name] = found.seconds
         of_groups = (sum(seconds.get(str(role), 0.0) for role in shared.roles) for shared in self.layout.shared)
-        return Spent(max(of_groups, default=0.0), seconds)
+        rollout = self.layout.role(Role.ROLLOUT)
+        among = any(share_devices(rollout, self.layout.role(role)) for role in self.models if str(role) in seconds)
+        return Spent(max(of_groups, default=0.0), seconds, among)
 
 
 def work_of(groups: list[Made]) -> Work:

@@ -148,10 +148,20 @@ class VirtualEngine:
 
     def take_weights(self, version: int, now: float, seconds: float) -> float:
         """Move weights to all replicas at once, as soon as the last of them is free; when they are there."""
-        free = max(replica.free_for_weights(now) for replica in self.replicas)
+        free = self._free(now)
         for replica in self.replicas:
             replica.take_weights(free + seconds, version, seconds)
         return free + seconds
+
+    def lend(self, now: float, seconds: float) -> float:
+        """Let other roles work on the replicas' devices, as soon as the last of them is free; when they are done."""
+        back = self._free(now) + seconds
+        for replica in self.replicas:
+            replica.wait(back)
+        return back
+
+    def _free(self, now: float) -> float:
+        return max(replica.free_between(now) for replica in self.replicas)
 
     def _score(self, until: float) -> None:
         """Score what ended until a time, in this order, by the workers that are free first."""

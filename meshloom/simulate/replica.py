@@ -106,6 +106,7 @@ class Replica:
         """Take a share, behind those that it has."""
         if not self._shares:
             self.now = max(self.now, now)
+            share.begin(self.now)
         self._shares.append(share)
 
     def advance(self, until: float) -> None:
@@ -116,8 +117,8 @@ class Replica:
         """Go on until a share is finished, or given up."""
         self._go_on(math.inf, share)
 
-    def free_for_weights(self, now: float) -> float:
-        """When weights that come at ``now`` can move in: between two decode steps, or between two shares."""
+    def free_between(self, now: float) -> float:
+        """When it can be interrupted from ``now`` on: between two decode steps, or between two shares."""
         self.advance(now)
         if not self._in_flight and self._shares and self._shares[0].has_begun:
             self.finish(self._shares[0])
@@ -126,7 +127,12 @@ class Replica:
     def take_weights(self, at: float, version: int, seconds: float) -> None:
         """Have new weights at ``at``, which took so many seconds to come."""
         self.busy_s += seconds
-        self.now, self.version = max(self.now, at), version
+        self.version = version
+        self.wait(at)
+
+    def wait(self, until: float) -> None:
+        """Do nothing until a time."""
+        self.now = max(self.now, until)
 
     def cancel(self, share: Share) -> None:
         """Give a share up, with everything of it that is unfinished."""
@@ -150,12 +156,15 @@ class Replica:
     def _admit(self) -> None:
         """Begin samples while there are slots."""
         for share in tuple(self._shares):
+            if len(self._rows) >= self._speed.slots:
+                return
             if not share.has_begun:
                 share.begin(self.now)
+            if not share.next:
                 self._spend(self._speed.start_s)
             while share.next < len(share.samples) and len(self._rows) < self._speed.slots:
                 self._begin(share)
-            if len(self._rows) >= self._speed.slots or not self._in_flight:
+            if not self._in_flight:
                 return
 
     def _begin(self, share: Share) -> None:

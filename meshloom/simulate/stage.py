@@ -162,5 +162,6 @@ class VirtualStage:
         """Nothing is kept."""
 
     def _spend(self, spent: Spent) -> None:
-        self.now += spent.seconds
+        """Let training work; on devices that generate, once they are free."""
+        self.now = self.engine.lend(self.now, spent.seconds) if spent.among_engines else self.now + spent.seconds
         self.counts.worked_s.update(spent.by_role)
