@@ -148,14 +148,14 @@ def forecast(
     memory = device_memory or cluster.device.memory_bytes
     roles = count_roles(settings, model, layout, recompute=recompute, adapters=adapters, memory=memory)
     groups = device_groups(layout, roles, memory)
-    phases = tuple(_phases(settings, layout, roles.models, roles.engine, lengths, cluster, constants))
+    phases = tuple(phase_times(settings, layout, roles.models, roles.engine, lengths, cluster, constants))
     offload = max((tuple(_offload(group, cluster, constants)) for group in groups), key=_total, default=())
     return Forecast(
         groups=groups,
         phases=phases,
         offload=offload,
         lengths=lengths,
-        step_s=_step(settings, layout, phases, _total(offload), constants),
+        step_s=step_of(settings, layout, phases, _total(offload), constants),
     )
 
 
@@ -242,7 +242,7 @@ def _offload(group: Group, cluster: Cluster, constants: Constants) -> Iterator[S
     yield from offload_time(moves(group.ledger.holdings), cluster, constants)
 
 
-def _phases(
+def phase_times(
     settings: TrainSettings,
     layout: Layout,
     models: Mapping[Role, ModelRole],
@@ -278,7 +278,7 @@ def _phases(
         yield movement_time(engine, models[Role.ACTOR], cluster, constants, apart=apart)
 
 
-def _step(
+def step_of(
     settings: TrainSettings, layout: Layout, phases: tuple[PhaseTime, ...], offload: float, constants: Constants
 ) -> float:
     """Phases in their order; in each, the devices that are busy longest."""

@@ -13,7 +13,7 @@ that compute in one phase on one device take turns: of what lives only while the
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from meshloom.plan.headroom import needed_bytes
 from meshloom.plan.ledger import DERIVED, LedgerLine
@@ -39,17 +39,21 @@ class DeviceLedger:
     holdings: tuple[Holding, ...]
     memory_bytes: int | None = None
 
+    @cached_property
+    def _held(self) -> dict[Phase, int]:
+        steady, fleeting = dict.fromkeys(Phase, 0), {phase: dict[str, int]() for phase in Phase}
+        for holding in self.holdings:
+            for phase in holding.phases:
+                if holding.fleeting:
+                    roles = fleeting[phase]
+                    roles[holding.role] = roles.get(holding.role, 0) + holding.bytes
+                else:
+                    steady[phase] += holding.bytes
+        return {phase: count + max(fleeting[phase].values(), default=0) for phase, count in steady.items()}
+
     def held(self, phase: Phase) -> int:
         """Bytes at once in a phase; of what lives only while a role computes, the largest role's."""
-        fleeting: dict[str, int] = {}
-        steady = 0
-        for holding in self.holdings:
-            if phase in holding.phases:
-                if holding.fleeting:
-                    fleeting[holding.role] = fleeting.get(holding.role, 0) + holding.bytes
-                else:
-                    steady += holding.bytes
-        return steady + max(fleeting.values(), default=0)
+        return self._held[phase]
 
     def needed(self, phase: Phase) -> int:
         """Bytes that a phase takes of a GPU: what is held, what is lost between blocks, and libraries."""
@@ -102,11 +106,18 @@ def device_ledger(
     return DeviceLedger(holdings=tuple(holdings), memory_bytes=memory_bytes)
 
 
+@lru_cache(maxsize=4096)
 def heaviest_stage(role: ModelRole) -> int:
-    """The stage whose devices hold most at once; the first of equals."""
-    stages = range(role.cut.pipeline)
-    if len(stages) == 1:
+    """The stage whose devices hold most at once; the first of equals.
+
+    Where all layers are alike, that is the first, which has most in flight, the last, which has the head, or the second, which
+    has most in flight of those without tables.
+    """
+    last = role.cut.pipeline - 1
+    if last == 0:
         return 0
+    alike = len(role.model.layers.runs) == 1
+    stages = sorted({0, 1, last}) if alike else range(last + 1)
     return max(stages, key=lambda stage: DeviceLedger(holdings=model_holdings(role, stage)).peak[1])
 
 

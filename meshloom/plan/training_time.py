@@ -18,6 +18,8 @@ from meshloom.plan.seconds import PhaseTime, Seconds
 from meshloom.plan.sharded_memory import FLOAT32
 from meshloom.plan.shards import Part, ceil_div, part_of
 
+EMPTY_STAGES = "empty stages"
+"""Name of the part in which stages of a pipeline have nothing to do."""
 _OPTIMIZER_BYTES = 46
 """That an update reads and writes of a parameter: norm and clipping of its gradient (12), AdamW with masters and both
 moments (28), rounding into the weights (6)."""
@@ -83,7 +85,7 @@ def _passes(
         whole = busy + sum(each.seconds for each in inside)
         bubble = whole * (cut.pipeline - 1) * updates / count
         yield Seconds(
-            name="empty stages",
+            name=EMPTY_STAGES,
             seconds=bubble,
             formula=f"({cut.pipeline} stages − 1) ÷ microbatches of an update",
             over_devices=True,

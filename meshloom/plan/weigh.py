@@ -1,0 +1,480 @@
+"""What an arrangement takes, by the cost model of the plan, and the budget of memory that suits it best.
+
+Owns: seconds and room of an arrangement, bounds on its seconds that cost little, and the choice of its budget. Refuses to know:
+which arrangements there are. Always holds: what is said of a budget is what the plan forecasts of those settings; a bound is
+never above what is forecast.
+
+A microbatch is as large as it fits, since larger ones never take longer; but where there are pipeline stages, which stand empty
+the longer the fewer microbatches there are: there halves of it are tried too.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import ceil, floor, inf
+
+from meshloom.config.settings import TrainSettings
+from meshloom.plan.arrangement import CACHE_SHARE, RECOMPUTE, TOKENS, Arrangement, Budget
+from meshloom.plan.candidates import Family, Given
+from meshloom.plan.constants import Cluster
+from meshloom.plan.faults import Change, with_values
+from meshloom.plan.fitting import GIB, Case
+from meshloom.plan.forecast import (
+    Forecast,
+    Group,
+    Lengths,
+    Roles,
+    count_roles,
+    device_groups,
+    forecast,
+    phase_times,
+    share_devices,
+    step_of,
+)
+from meshloom.plan.headroom import FRAGMENTS
+from meshloom.plan.ledger import longest_sample_tokens
+from meshloom.plan.memory import on_gpu
+from meshloom.plan.placement import Role
+from meshloom.plan.residency import EngineRole, Phase
+from meshloom.plan.role_numbers import engine_role
+from meshloom.plan.sharded_memory import moves
+from meshloom.plan.shards import cached_values, ceil_div
+from meshloom.plan.time import PhaseTime, movement_time, offload_time
+from meshloom.plan.training_time import EMPTY_STAGES
+
+_GRAIN = 512
+"""Tokens by which microbatches differ."""
+_MOST_TOKENS, _MOST_SHARE, _PERCENT = 2**20, 0.95, 100
+_TRAINED = (Role.ACTOR, Role.CRITIC)
+_NO_MODEL = (Role.ROLLOUT, Role.REWARD)
+"""Roles that are no model of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lack:
+    """Why an arrangement does not fit, at its most frugal.
+
+    Args:
+        roles: of the devices that lack most.
+        phase: in which they do.
+        lacking: bytes.
+        what: in words.
+    """
+
+    roles: tuple[Role, ...]
+    phase: Phase
+    lacking: int
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed:
+    """An arrangement with the budget that suits it best.
+
+    Args:
+        arrangement: which.
+        budget: that it has.
+        settings: of the run with both.
+        forecast: of these settings.
+    """
+
+    arrangement: Arrangement
+    budget: Budget
+    settings: TrainSettings
+    forecast: Forecast
+
+    @property
+    def step_s(self) -> float:
+        return self.forecast.step_s
+
+    @property
+    def margin(self) -> int:
+        """Bytes that are left where least are."""
+        return min((group.ledger.margin(phase) or 0 for group in self.forecast.groups for phase in Phase), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Option:
+    """What is recomputed and moved away, and the seconds that the moves take in a step."""
+
+    recompute: bool
+    optimizer: tuple[Role, ...]
+    parameters: tuple[Role, ...]
+    moved: float
+
+
+class Scales:
+    """Weighs arrangements of one run.
+
+    Args:
+        case: the run, with what its devices are.
+        cluster: the devices.
+        given: settings that must be kept.
+    """
+
+    def __init__(self, case: Case, cluster: Cluster, given: Given) -> None:
+        self.case, self.cluster, self.given = case, cluster, given
+        self.lengths = Lengths.most(case.settings)
+        self.free = self._with({TOKENS: _MOST_TOKENS, RECOMPUTE: False})
+        self._times: dict[object, list[PhaseTime]] = {}
+        self._trained: dict[object, tuple[_Option, ...] | Lack] = {}
+        self._budgets: dict[object, Budget | None] = {}
+
+    def _with(self, change: Change) -> TrainSettings:
+        """The settings after a change, but for what is given."""
+        return with_values(self.case.settings, {path: it for path, it in change.items() if path not in self.given})
+
+    def family_bound(self, family: Family) -> float:
+        """Seconds of a step, if memory were no matter and each role were placed as suits it best."""
+        first = next(family.arrangements())
+        recompute, chosen = self.free.model.gradient_checkpointing is True, list(first.roles)
+        for at, (role, choices) in enumerate(family.choices):
+            tried = [replace(first, roles=(*first.roles[:at], (role, one), *first.roles[at + 1 :])) for one in choices]
+            if role is Role.ROLLOUT:
+                seconds = [sum(phase.seconds for phase in self._engine_times(each)) for each in tried]
+            elif len(choices) > 1:
+                times = (self._model_times(each, self.free, recompute, _MOST_TOKENS) for each in tried)
+                seconds = [sum(phase.seconds for phase in each if phase.role == role) for each in times]
+            else:
+                continue
+            chosen[at] = role, choices[seconds.index(min(seconds))]
+        return self.bound(replace(first, roles=tuple(chosen)))
+
+    def bound(self, arrangement: Arrangement) -> float:
+        """Seconds of a step, if memory were no matter."""
+        recompute = self.free.model.gradient_checkpointing is True
+        models = self._model_times(arrangement, self.free, recompute, _MOST_TOKENS)
+        return self._step(arrangement, list(map(_without_bubble, models)), 0.0)
+
+    def closer_bound(self, arrangement: Arrangement) -> float | Lack:
+        """Seconds of a step, if only the models that train and compute log-probs had to fit; or why these do not."""
+        options = self._options(arrangement)
+        if isinstance(options, Lack):
+            return options
+        best = inf
+        for bound, option in self._by_bound(arrangement, options):
+            if bound >= best:
+                break
+            if (budget := self._budget(arrangement, option)) is not None:
+                best = min(best, self._step(arrangement, self._of_budget(arrangement, budget), option.moved))
+        return best
+
+    def weigh(self, arrangement: Arrangement) -> Weighed | Lack:
+        """The arrangement with its best budget; or why none fits."""
+        options = self._options(arrangement)
+        if isinstance(options, Lack):
+            return options
+        best: Weighed | Lack | None = None
+        for bound, option in self._by_bound(arrangement, options):
+            if isinstance(best, Weighed) and bound >= best.step_s:
+                break
+            if (budget := self._budget(arrangement, option)) is not None:
+                best = _better(best, self._complete(arrangement, budget))
+        if best is None:
+            raise AssertionError("what fits at its most frugal has a budget")
+        return best
+
+    def _by_bound(self, arrangement: Arrangement, options: Sequence[_Option]) -> list[tuple[float, _Option]]:
+        """Options with the seconds of a step that they take at least, the fastest first."""
+        found = []
+        for option in options:
+            settings = self.free if not option.recompute else self._with({TOKENS: _MOST_TOKENS, RECOMPUTE: True})
+            models = self._model_times(arrangement, settings, option.recompute, _MOST_TOKENS)
+            found.append((self._step(arrangement, list(map(_without_bubble, models)), option.moved), option))
+        return sorted(found, key=lambda each: each[0])
+
+    def _options(self, arrangement: Arrangement) -> tuple[_Option, ...] | Lack:
+        """What may be recomputed and moved away; or what the models lack at their most frugal."""
+        key = self._training_key(arrangement)
+        if key not in self._trained:
+            self._trained[key] = self._least(arrangement) or tuple(self._all_options(arrangement))
+        return self._trained[key]
+
+    def _all_options(self, arrangement: Arrangement) -> Iterator[_Option]:
+        for optimizer, parameters in self._offloads(arrangement):
+            settings = self._budgeted(Budget(recompute=True, tokens=1, optimizer=optimizer, parameters=parameters))
+            moved = self._moved(arrangement, settings)
+            for recompute in self._recompute():
+                yield _Option(recompute=recompute, optimizer=optimizer, parameters=parameters, moved=moved)
+
+    def _budget(self, arrangement: Arrangement, option: _Option) -> Budget | None:
+        """The best microbatch that the models fit with, while the engine is asleep; none if none does."""
+        key = (self._training_key(arrangement), option)
+        if key not in self._budgets:
+            budget = Budget(
+                recompute=option.recompute, tokens=1, optimizer=option.optimizer, parameters=option.parameters
+            )
+            tokens = self._most_tokens(arrangement, self._budgeted(budget), option.recompute)
+            choices = (
+                [] if tokens is None else [replace(budget, tokens=size) for size in self._halves(arrangement, tokens)]
+            )
+            best = min(choices, key=lambda choice: self._model_seconds(arrangement, choice), default=None)
+            self._budgets[key] = best
+        return self._budgets[key]
+
+    @staticmethod
+    def _training_key(arrangement: Arrangement) -> object:
+        """What of an arrangement the models of training depend on: all but how the engine is cut."""
+        return tuple((role, it.devices if role is Role.ROLLOUT else it) for role, it in arrangement.roles)
+
+    def _halves(self, arrangement: Arrangement, tokens: int) -> Iterator[int]:
+        """Sizes of microbatches to choose from: the largest that fits, and where there are stages, halves of it."""
+        yield tokens
+        if TOKENS not in self.given and any(placed.cut.pipeline > 1 for _, placed in arrangement.roles):
+            while (tokens := tokens // 2 // _GRAIN * _GRAIN) >= self._least_tokens(arrangement):
+                yield tokens
+
+    def _least_tokens(self, arrangement: Arrangement) -> int:
+        """What the longest sample needs."""
+        parts = min(it.cut.sequence for role, it in arrangement.roles if role not in _NO_MODEL)
+        return ceil_div(longest_sample_tokens(self.case.settings), parts)
+
+    def _model_seconds(self, arrangement: Arrangement, budget: Budget) -> float:
+        return sum(phase.seconds for phase in self._of_budget(arrangement, budget))
+
+    def _recompute(self) -> list[bool]:
+        given = self.case.settings.model.gradient_checkpointing
+        return [given] if RECOMPUTE in self.given and isinstance(given, bool) else [False, True]
+
+    def _offloads(self, arrangement: Arrangement) -> list[tuple[tuple[Role, ...], tuple[Role, ...]]]:
+        """Roles whose optimizer, and whose weights, wait in the host's memory: the fewest first."""
+        models = [role for role in arrangement.placed if role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC)]
+        can = {
+            name: [role for role in models if f"offload.{role}.{name}" not in self.given]
+            for name in ("optimizer", "parameters")
+        }
+        trained = tuple(role for role in can["optimizer"] if role in _TRAINED)
+        reference = tuple(role for role in can["parameters"] if role is Role.REFERENCE)
+        optimizers: Sequence[tuple[Role, ...]] = dict.fromkeys([(), trained])
+        parameters: Sequence[tuple[Role, ...]] = dict.fromkeys([(), reference, tuple(can["parameters"])])
+        return list(product(optimizers, parameters))
+
+    def settings_of(self, arrangement: Arrangement, budget: Budget) -> TrainSettings:
+        """Settings of a run that is arranged like this."""
+        change = {**arrangement.change(self.case.settings), **budget.change(self.case.settings)}
+        return self._with(change)
+
+    def arranged(self, arrangement: Arrangement) -> TrainSettings:
+        """Settings of a run that is arranged like this, whatever its budget."""
+        return self._with(arrangement.change(self.case.settings))
+
+    def _budgeted(self, budget: Budget) -> TrainSettings:
+        """The settings with a budget, for ledgers that take all else from a layout."""
+        return self._with(budget.change(self.case.settings))
+
+    def _tokens(self, settings: TrainSettings, tokens: int) -> TrainSettings:
+        return settings if TOKENS in self.given else with_values(settings, {TOKENS: tokens})
+
+    def _most_tokens(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> int | None:
+        """The largest microbatch that fits in the models' phases; none if none does."""
+        if TOKENS in self.given:
+            tokens, memory = self.case.settings.batch.tokens_per_microbatch, self.case.memory
+            fits = memory is None or self._needed(arrangement, settings, recompute) <= memory
+            return tokens if fits else None
+        batch, longest, least = settings.batch, longest_sample_tokens(settings), self._least_tokens(arrangement)
+        samples = batch.prompts_per_step * batch.samples_per_prompt
+        enough = max(
+            ceil_div(samples, it.whole_fsdp) * longest // it.cut.sequence + 1
+            for role, it in arrangement.roles
+            if role not in _NO_MODEL
+        )
+        memory, most = self.case.memory, max(0, min(_MOST_TOKENS, enough) - least) // _GRAIN + 1
+        if memory is None:
+            return _rounded(least, most)
+
+        def needed(grains: int) -> int:
+            tokens = with_values(settings, {TOKENS: _rounded(least, grains)})
+            return self._needed(arrangement, tokens, recompute)
+
+        fitting = _largest(needed, most, memory)
+        return None if fitting is None else _rounded(least, fitting)
+
+    def _needed(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> int:
+        """Bytes that the fullest device needs for the models, while the engine is asleep."""
+        models = self._count(arrangement, settings, recompute).models
+        groups = device_groups(arrangement.layout, Roles(models=models, engine=None), None)
+        return max((group.ledger.needed(phase) for group in groups for phase in Phase), default=0)
+
+    def _count(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> Roles:
+        case = self.case
+        return count_roles(settings, case.model, arrangement.layout, recompute=recompute, adapters=case.adapters)
+
+    def _moved(self, arrangement: Arrangement, settings: TrainSettings) -> float:
+        """Seconds that offload takes."""
+        groups = device_groups(arrangement.layout, self._count(arrangement, settings, True), None)
+        parts = ([*offload_time(moves(group.ledger.holdings), self.cluster, self.case.constants)] for group in groups)
+        return max((sum(part.seconds for part in each) for each in parts), default=0.0)
+
+    def _of_budget(self, arrangement: Arrangement, budget: Budget) -> list[PhaseTime]:
+        settings = self._tokens(self.case.settings, budget.tokens)
+        return self._model_times(arrangement, settings, budget.recompute, budget.tokens)
+
+    def _model_times(
+        self, arrangement: Arrangement, settings: TrainSettings, recompute: bool, tokens: int
+    ) -> list[PhaseTime]:
+        """Phases of the models, each counted once for all arrangements that have it."""
+        found: list[PhaseTime] = []
+        missing: dict[Role, object] = {}
+        for role, placed in arrangement.roles:
+            if role in _NO_MODEL:
+                continue
+            key = (role, placed, recompute, tokens)
+            if key not in self._times:
+                missing[role] = key
+            else:
+                found += self._times[key]
+        if missing:
+            models = self._count(arrangement, settings, recompute).models
+            for role, key in missing.items():
+                self._times[key] = list(self._phases(arrangement, {role: models[role]}, None))
+                found += self._times[key]
+        return found
+
+    def _phases(
+        self, arrangement: Arrangement, models: Mapping[Role, object], engine: EngineRole | None
+    ) -> Iterator[PhaseTime]:
+        settings, layout = self.case.settings, arrangement.layout
+        return phase_times(settings, layout, models, engine, self.lengths, self.cluster, self.case.constants)
+
+    def _engine_times(self, arrangement: Arrangement) -> list[PhaseTime]:
+        """Generation with room for every sequence, and the movement of weights."""
+        actor, rollout = arrangement.placed[Role.ACTOR], arrangement.placed[Role.ROLLOUT]
+        generate, sync = (Phase.GENERATE, rollout), (Phase.SYNC, actor, rollout)
+        if generate not in self._times or sync not in self._times:
+            roles = self._count(arrangement, self.free, False)
+            engine = roles.engine
+            if engine is None:
+                raise AssertionError("an arrangement has an engine")
+            self._times[generate] = list(self._phases(arrangement, {}, engine))
+            layout = arrangement.layout
+            apart = not share_devices(layout.role(Role.ROLLOUT), layout.role(Role.ACTOR))
+            source = roles.models[Role.ACTOR]
+            self._times[sync] = [movement_time(engine, source, self.cluster, self.case.constants, apart=apart)]
+        return self._times[generate] + self._times[sync]
+
+    def _step(self, arrangement: Arrangement, models: list[PhaseTime], moved: float) -> float:
+        phases = (*models, *self._engine_times(arrangement))
+        return step_of(self.case.settings, arrangement.layout, phases, moved, self.case.constants)
+
+    def _complete(self, arrangement: Arrangement, budget: Budget) -> Weighed | Lack:
+        """The budget with a share for the cache, forecast; or what generation lacks."""
+        case, recompute = self.case, budget.recompute
+        settings = self._budgeted(budget)
+        room = self._cache(arrangement, settings, recompute)
+        if isinstance(room, Lack):
+            return room
+        if room is not None:
+            budget = replace(budget, cache_share=room)
+            settings = self._budgeted(budget)
+        ahead = forecast(
+            settings,
+            case.model,
+            arrangement.layout,
+            self.cluster,
+            recompute=recompute,
+            adapters=case.adapters,
+            constants=case.constants,
+            device_memory=case.memory,
+        )
+        if case.memory is not None and (lack := _lack(ahead.groups)) is not None:
+            return lack
+        settings = self.settings_of(arrangement, budget)
+        return Weighed(arrangement=arrangement, budget=budget, settings=settings, forecast=ahead)
+
+    def _cache(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> float | Lack | None:
+        """vLLM's share of a device's memory: what its sequences need, or what is left; none where it is given or means nothing.
+        A cache without room for the longest sample is a lack."""
+        memory, engine = self.case.memory, engine_role(settings, arrangement.layout, self.case.model)
+        if memory is None or engine is None or not on_gpu(settings.device):
+            return None
+        if engine.cache_bytes is not None:
+            return None
+        taken, roles = self._taken(arrangement, settings, engine, recompute, memory)
+        each = engine.slot_tokens * cached_values(engine.model, engine.tensor) * engine.width
+        vllm, room = settings.rollout.engine == "vllm", int((memory - taken) / (1 + FRAGMENTS))
+        weights = ceil_div(engine.model.total, engine.tensor) * engine.width
+        share = settings.rollout.vllm.gpu_memory_utilization
+        if vllm and CACHE_SHARE in self.given:
+            room = min(room, int(share * memory) - weights)
+        elif vllm:
+            most = floor(_PERCENT * (weights + room) / memory)
+            wanted = ceil(_PERCENT * (weights + engine.sequences * each) / memory)
+            share = min(most, wanted, int(_PERCENT * _MOST_SHARE)) / _PERCENT
+            room = min(room, int(share * memory) - weights)
+        if room < each:
+            what = (
+                f"the cache of one sequence, {each / GIB:,.2f} GiB, does not fit beside what is held while generating"
+            )
+            return Lack(roles=roles, phase=Phase.GENERATE, lacking=each - room, what=what)
+        return share if vllm and CACHE_SHARE not in self.given else None
+
+    def _taken(
+        self, arrangement: Arrangement, settings: TrainSettings, engine: EngineRole, recompute: bool, memory: int
+    ) -> tuple[int, tuple[Role, ...]]:
+        """Bytes that the engine's devices need without its cache while it is awake, and the roles of the fullest."""
+        empty = replace(engine, cache_bytes=0)
+        models = self._count(arrangement, settings, recompute).models
+        groups = device_groups(arrangement.layout, Roles(models=models, engine=empty), memory)
+        awake = (Phase.GENERATE,) if engine.sleeps else tuple(Phase)
+        with_engine = [group for group in groups if Role.ROLLOUT in group.roles]
+        needs = [(max(group.ledger.needed(phase) for phase in awake), group.roles) for group in with_engine]
+        return max(needs, key=lambda need: need[0], default=(0, ()))
+
+    def _least(self, arrangement: Arrangement) -> Lack | None:
+        """What the models lack at their most frugal; none if they fit then."""
+        recompute, (optimizer, parameters) = self._recompute()[-1], self._offloads(arrangement)[-1]
+        tokens = self._least_tokens(arrangement)
+        budget = Budget(recompute=recompute, tokens=tokens, optimizer=optimizer, parameters=parameters)
+        models = self._count(arrangement, self._budgeted(budget), recompute).models
+        groups = device_groups(arrangement.layout, Roles(models=models, engine=None), self.case.memory)
+        return _lack(groups)
+
+
+def _better(one: Weighed | Lack | None, other: Weighed | Lack) -> Weighed | Lack:
+    """The faster of two that fit, the one that fits, or of two that do not the one that lacks less."""
+    if one is None or (isinstance(one, Lack) and isinstance(other, Weighed)):
+        return other
+    if isinstance(one, Weighed):
+        return other if isinstance(other, Weighed) and other.step_s < one.step_s else one
+    return other if isinstance(other, Lack) and other.lacking < one.lacking else one
+
+
+def _largest(needed: Callable[[int], int], most: int, memory: int) -> int | None:
+    """The largest number up to ``most`` that needs no more than there is, of what grows with it nearly in a line; none if that
+    is not even 0."""
+    low, high = 0, most
+    least, largest = needed(low), needed(high)
+    if least > memory:
+        return None
+    if largest <= memory:
+        return most
+    while high - low > 1:
+        guess = low + (memory - least) * (high - low) // (largest - least)
+        guess = min(max(guess, low + 1), high - 1)
+        if (count := needed(guess)) <= memory:
+            low, least = guess, count
+            if guess + 1 < high and (count := needed(guess + 1)) > memory:
+                return guess
+        else:
+            high, largest = guess, count
+    return low
+
+
+def _without_bubble(phase: PhaseTime) -> PhaseTime:
+    """A phase as if its stages never stood empty, which they do the longer the larger microbatches are."""
+    return replace(phase, parts=tuple(part for part in phase.parts if part.name != EMPTY_STAGES))
+
+
+def _rounded(least: int, grains: int) -> int:
+    """The microbatch that is so many grains above the least, at a multiple of the grain."""
+    return least if not grains else (least // _GRAIN + grains) * _GRAIN
+
+
+def _lack(groups: tuple[Group, ...]) -> Lack | None:
+    """What the devices that lack most lack; none if all fit."""
+    margins = [(group.ledger.margin(phase), group, phase) for group in groups for phase in Phase]
+    known = [(margin, group, phase) for margin, group, phase in margins if margin is not None]
+    margin, group, phase = min(known, key=lambda each: each[0], default=(0, None, Phase.UPDATE))
+    if group is None or margin >= 0:
+        return None
+    return Lack(roles=group.roles, phase=phase, lacking=-margin, what=f"{phase} lacks {-margin / GIB:,.1f} GiB")
