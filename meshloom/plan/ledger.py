@@ -85,6 +85,27 @@ def most_microbatch_tokens(settings: TrainSettings | SftSettings) -> int:
     return min(batch.tokens_per_microbatch, samples * longest_sample_tokens(settings))
 
 
+def most_computed_tokens(settings: TrainSettings | SftSettings, tokens: int) -> int:
+    """Bound on the tokens that a microbatch's pass computes.
+
+    That is the bound of its tokens. Where all responses are as long as the longest (``rollout.ignore_eos``) only whole groups
+    of samples are in a microbatch, and the prompt that the samples of a group share is computed once.
+
+    Args:
+        settings: of the run.
+        tokens: bound of a microbatch's tokens, shared prompts counted in each sample.
+    """
+    if isinstance(settings, SftSettings) or not settings.rollout.ignore_eos or settings.rollout.stop:
+        return tokens
+    batch, response, prompt = settings.batch, settings.rollout.max_response_tokens, settings.data.max_prompt_tokens
+    group = batch.samples_per_prompt
+    groups = tokens // (group * (1 + response))
+    if batch.samples_per_microbatch is not None or groups == 0:
+        return tokens
+    # As many groups as fit if their prompts are short, and the longest prompts with which as many fit.
+    return groups * (min(prompt, tokens // (groups * group) - response) + group * response)
+
+
 def most_microbatches(samples: int, longest: int, tokens: int, samples_bound: int | None) -> int:
     """Bound on the microbatches of an update: as if every sample were the longest.
 

@@ -22,7 +22,13 @@ import psutil
 
 from meshloom.config.settings import EvalSettings, KlPlace, SftSettings, TrainSettings
 from meshloom.plan.compute import compiles, logits_chunk_bytes
-from meshloom.plan.ledger import DERIVED, LedgerLine, longest_sample_tokens, most_microbatch_tokens
+from meshloom.plan.ledger import (
+    DERIVED,
+    LedgerLine,
+    longest_sample_tokens,
+    most_computed_tokens,
+    most_microbatch_tokens,
+)
 from meshloom.plan.model_folder import ModelFolder
 
 _FLOAT32 = 4
@@ -210,8 +216,11 @@ def _optimizer_lines(ledger: _Memory, settings: TrainSettings | SftSettings, fol
 def _update_lines(
     ledger: _Memory, settings: TrainSettings | SftSettings, shape: ModelShape, width: int, recompute: bool
 ) -> None:
-    tokens, gpu = most_microbatch_tokens(settings), on_gpu(settings.device)
+    bound, gpu = most_microbatch_tokens(settings), on_gpu(settings.device)
+    tokens = most_computed_tokens(settings, bound)
     formula = "min(batch.tokens_per_microbatch, samples of an update or microbatch × longest sample)"
+    if tokens < bound:
+        formula += f": {bound}; in whole groups of equal responses, each prompt once"
     origin = settings.provenance.of("batch.tokens_per_microbatch")
     line = LedgerLine(
         section="memory", name="tokens at once", value=tokens, formula=formula, source=origin, unit="tokens"

@@ -10,7 +10,7 @@ from meshloom.config.cluster_settings import RoleOffloadSettings
 from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.plan.compute import compiles, logits_chunk_bytes
 from meshloom.plan.layout import Layout, RoleLayout
-from meshloom.plan.ledger import longest_sample_tokens, most_microbatches, samples_per_update
+from meshloom.plan.ledger import longest_sample_tokens, most_computed_tokens, most_microbatches, samples_per_update
 from meshloom.plan.memory import compute_bytes, on_gpu
 from meshloom.plan.parameters import DecoderNumbers
 from meshloom.plan.placement import PHASES, Role
@@ -96,7 +96,7 @@ def model_role(
         lends=(*lends, Phase.GENERATE) if lends_to_engine else tuple(lends),
         width=width,
         trained=adapters if found.role == Role.ACTOR else None,
-        tokens=tokens,
+        tokens=most_computed_tokens(settings, tokens),
         microbatches=most_microbatches(samples, longest, tokens, batch.samples_per_microbatch),
         recompute=recompute,
         compiled=compiles(settings.model, gpu=gpu),
