@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from meshloom.config.settings import LoraSettings, ModelSettings, OptimizerSettings
@@ -37,7 +38,7 @@ class Outcome:
 @cache
 def folder_of(root: Path, family: str, **changes: Any) -> str:
     folder = root / family
-    tiny_model(family, vocab_size=96, num_hidden_layers=2, **changes).save_pretrained(folder)
+    tiny_model(family, **{"vocab_size": 96, "num_hidden_layers": 2, **changes}).save_pretrained(folder)
     return str(folder)
 
 
@@ -120,3 +121,26 @@ def train_on(
     whole = {name: tensor.full_tensor() for name, tensor in model.weights()}
     found.weights.update(whole if mesh.rank == 0 else {})
     return found
+
+
+def assert_same(
+    found: list[Outcome], expected: Outcome, *, places: int, all_on_first: bool = False, weights: bool = True
+) -> None:
+    """Loss, gradient norm, log-probs of each update, and weights after the last, to 1e-5. ``found``: one of each data
+    place, in order."""
+    assert len(found) == places
+    for update, norm in enumerate(expected.norms):
+        assert sum(outcome.losses[update] for outcome in found) == pytest.approx(expected.losses[update], abs=1e-5)
+        for outcome in found:
+            assert outcome.norms[update] == pytest.approx(norm, rel=1e-5)
+        batch = make_batch(update)
+        whole = expected.logprobs[update].split(batch.lengths.tolist(), dim=1)
+        for place, outcome in enumerate(found):
+            own = [x for i, x in enumerate(whole) if (0 if all_on_first else i % places) == place]
+            mine = torch.cat(own, 1) if own else torch.zeros(2, 0)
+            torch.testing.assert_close(outcome.logprobs[update], mine, rtol=1e-5, atol=1e-5)
+    if not weights:
+        return
+    assert found[0].weights.keys() == expected.weights.keys()
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found[0].weights[name], tensor, rtol=0, atol=1e-5)

@@ -6,28 +6,32 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 _DEADLINE_S = 180.0
 
 
 class Ranks:
-    """A world of processes.
+    """A world of processes. After a failure the next call starts it anew.
 
     Args:
         count: of them.
     """
 
     def __init__(self, count: int) -> None:
+        self._count = count
+        self._ends: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+
+    def _start(self) -> None:
         context = get_context("spawn")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self._ends: list[Connection] = []
-        self._processes = []
-        for rank in range(count):
+        for rank in range(self._count):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, port, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._count, port, there), daemon=True)
             process.start()
             there.close()
             self._ends.append(here)
@@ -39,6 +43,8 @@ class Ranks:
         Raises:
             RuntimeError: with the traceback of a rank that raised, or names one that did not answer in time.
         """
+        if not self._processes:
+            self._start()
         for end in self._ends:
             end.send((function, args))
         found: dict[int, Any] = {}
@@ -59,10 +65,11 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+        self._processes, self._ends = [], []
 
 
 def _serve(rank: int, count: int, port: int, calls: Connection) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     import torch
     import torch.distributed as dist
 

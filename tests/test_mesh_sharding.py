@@ -8,32 +8,8 @@ import torch
 from meshloom.samples import Samples, SampleTooLong
 from meshloom.train.mesh import PeerFailed, make_mesh
 from tests import mesh_checks
-from tests.mesh_checks import Axes, Outcome, folder_of, in_one_process, make_batch, train_on
+from tests.mesh_checks import Axes, assert_same, folder_of, in_one_process, train_on
 from tests.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-def assert_same(found: list[Outcome], expected: Outcome, *, places: int, all_on_first: bool = False) -> None:
-    """Loss, gradient norm, log-probs of each update, and weights after the last, to 1e-5. ``found``: one of each data
-    place, in order."""
-    assert len(found) == places
-    for update, norm in enumerate(expected.norms):
-        assert sum(outcome.losses[update] for outcome in found) == pytest.approx(expected.losses[update], abs=1e-5)
-        for outcome in found:
-            assert outcome.norms[update] == pytest.approx(norm, rel=1e-5)
-        batch = make_batch(update)
-        whole = expected.logprobs[update].split(batch.lengths.tolist(), dim=1)
-        for place, outcome in enumerate(found):
-            own = [x for i, x in enumerate(whole) if (0 if all_on_first else i % places) == place]
-            mine = torch.cat(own, 1) if own else torch.zeros(2, 0)
-            torch.testing.assert_close(outcome.logprobs[update], mine, rtol=0, atol=1e-5)
-    assert found[0].weights.keys() == expected.weights.keys()
-    for name, tensor in expected.weights.items():
-        torch.testing.assert_close(found[0].weights[name], tensor, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

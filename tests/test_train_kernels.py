@@ -41,7 +41,7 @@ class Head:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None) -> None:
         self.weight, self.bias, self.scale, self.softcap = weight, bias, scale, softcap
-        self.gradient_total = None
+        self.gradient_total = self.part = None
 
 
 def make_head(dtype: torch.dtype, *, bias: bool, scale: float = 1.0, softcap: float | None = None) -> Head:

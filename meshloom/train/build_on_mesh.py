@@ -20,6 +20,7 @@ from meshloom.train.mesh import TrainMesh
 from meshloom.train.mesh_model import MeshModel
 from meshloom.train.model import MicrobatchBound
 from meshloom.train.shard import Root, release, shard
+from meshloom.train.tensor_parallel import TensorCut, cut_layers
 from meshloom.train.threads import fit_threads
 
 
@@ -64,11 +65,11 @@ def build_model(
             _widen_adapters(module)
     if optimizer is None:
         module.requires_grad_(False)
-    whole: dict[str, bool] = {}
+    cut = cut_layers(plain, mesh) if mesh.size("tp") > 1 else TensorCut()
     root = shard(module, mesh, compute=compute, reshard_after_forward=reshard_after_forward)
     fill(module, list(source_names(module)), folder, mesh)
-    _rehearse(root, mesh)
-    return MeshModel(root, settings, bound, optimizer, mesh, compute=compute, whole=whole)
+    _rehearse(root, mesh, cut)
+    return MeshModel(root, settings, bound, optimizer, mesh, compute=compute, cut=cut)
 
 
 def _refuse(lora: LoraSettings | None, mesh: TrainMesh) -> None:
@@ -88,7 +89,7 @@ def _widen_adapters(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _rehearse(root: Root, mesh: TrainMesh) -> None:
+def _rehearse(root: Root, mesh: TrainMesh, cut: TensorCut) -> None:
     """A first pass over a few tokens: parts take their places in memory, and the head is compared with the model's own.
 
     Raises:
@@ -99,6 +100,9 @@ def _rehearse(root: Root, mesh: TrainMesh) -> None:
     inputs = {"input_ids": ids, "position_ids": ids, "layout": PackedAttention([4]), "use_cache": False}
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
+        if cut.vocabulary is not None:
+            hidden = decoder_of(root.module)(**inputs).last_hidden_state[0]
+            return hidden, hidden
         theirs = model(**inputs).logits[0].float()
         return theirs, OutputHead(root.module).logits(decoder_of(root.module)(**inputs).last_hidden_state[0]).float()
 

@@ -73,6 +73,8 @@ class _FusedLogprobs(torch.autograd.Function):
         blocks = Blocks.of(len(hidden_ND), len(weight_VD), chunk_bytes // (4 + narrow))
         logits = hidden_ND.new_empty((blocks.rows, blocks.width), dtype=torch.float32)
         state = RowState(len(hidden_ND), hidden_ND.device)
+        if head.part is not None:
+            targets_N = head.part.own(targets_N)
         for rows in blocks.of_rows():
             hidden_RD, targets_R = hidden_ND[rows], targets_N[rows]
             for part in blocks.of_vocabulary():
@@ -80,6 +82,8 @@ class _FusedLogprobs(torch.autograd.Function):
                 put_product(logits_RW, hidden_RD, weight_VD[part].T)
                 reduce_block(logits_RW, targets_R, state, rows.start, part.start, rule)
         logprob_N, entropy_N, lse_N = state.result()
+        if head.part is not None:
+            logprob_N, entropy_N, lse_N = head.part.combine(logprob_N, entropy_N, lse_N)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N)
         ctx.head, ctx.rule, ctx.blocks = head, rule, blocks
         ctx.set_materialize_grads(False)
@@ -117,7 +121,10 @@ class _FusedLogprobs(torch.autograd.Function):
                 totals.add(gradient[at], hidden_RD, part)
             totals.end_rows(rows)
         del logits, gradient  # before the totals are cast, which needs as much again
-        return (*totals.gradients(), None, None, None, None)
+        grad_hidden_ND, *others = totals.gradients()
+        if ctx.head.part is not None and grad_hidden_ND is not None:
+            grad_hidden_ND = ctx.head.part.add_up(grad_hidden_ND)
+        return (grad_hidden_ND, *others, None, None, None, None)
 
 
 class _Totals:

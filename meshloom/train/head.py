@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from meshloom.config.errors import UserError
 from meshloom.train.attention import PackedAttention
+from meshloom.train.vocabulary import VocabularyPart
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
@@ -54,6 +55,8 @@ class OutputHead:
         self.gradient_total: Callable[[], Tensor] | None = None
         """Gives the float32 tensor [V, D] that the weight's gradient may be added to, past its ``grad``; what else uses the
         weight, such as a tied embedding, adds its own by ``grad``."""
+        self.part: VocabularyPart | None = None
+        """Which part of the vocabulary the weight is of, if it is cut over ranks."""
 
     @property
     def weight(self) -> Tensor:

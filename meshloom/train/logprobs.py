@@ -49,6 +49,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         rows = max(1, chunk_bytes // (weight_VD.shape[0] * wide.itemsize))
         logprob_N = torch.empty(len(hidden_ND), dtype=wide, device=hidden_ND.device)
         lse_N, entropy_N = torch.empty_like(logprob_N), torch.empty_like(logprob_N)
+        if head.part is not None:
+            targets_N = head.part.own(targets_N)
         for at in range(0, len(hidden_ND), rows):
             part = slice(at, at + rows)
             z_CV = _scaled(head.logits(hidden_ND[part]), temperature)
@@ -57,9 +59,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
             e_CV = z_CV.exp()
             sum_C = e_CV.sum(-1)
             log_sum_C = sum_C.log()
-            logprob_N[part] = z_CV.gather(-1, targets_N[part, None]).squeeze(-1) - log_sum_C
+            logprob_N[part] = _chosen(z_CV, targets_N[part], highest_C, cut=head.part is not None) - log_sum_C
             entropy_N[part] = log_sum_C - torch.einsum("cv,cv->c", e_CV, z_CV) / sum_C
             lse_N[part] = highest_C + log_sum_C
+        if head.part is not None:
+            logprob_N, entropy_N, lse_N = head.part.combine(logprob_N, entropy_N, lse_N)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N)
         ctx.head, ctx.temperature, ctx.rows = head, temperature, rows
         ctx.set_materialize_grads(False)
@@ -89,7 +93,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 p_CV = logp_CV.exp()
                 g_CV = logp_CV.add_(entropy_N[part, None]).mul_(-grad_entropy_N[part, None]).sub_(grad_C).mul_(p_CV)
-            g_CV.scatter_add_(-1, targets_N[part, None], grad_C)
+            _add_at(g_CV, targets_N[part, None], grad_C, cut=head.part is not None)
             if head.softcap is not None or slope != 1.0:
                 g_CV *= slope
             narrow_CV = g_CV.to(weight_VD.dtype)
@@ -99,9 +103,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 _add_product(grad_weight_VD, narrow_CV.T, hidden_CD)
             if grad_bias_V is not None:
                 grad_bias_V += g_CV.sum(0)
+        if head.part is not None and grad_hidden_ND is not None:
+            grad_hidden_ND = head.part.add_up(grad_hidden_ND)
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
         return grad_hidden_ND, grad_weight, grad_bias, None, None, None, None
+
+
+def _chosen(z_CV: Tensor, targets_C: Tensor, highest_C: Tensor, *, cut: bool) -> Tensor:
+    """The targets' z less each row's highest; of a cut vocabulary, z is 0 for a target that is not here."""
+    if not cut:
+        return z_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+    found_C = z_CV.gather(-1, targets_C.clamp(min=0)[:, None]).squeeze(-1)
+    return torch.where(targets_C >= 0, found_C, -highest_C)
+
+
+def _add_at(g_CV: Tensor, targets_C1: Tensor, grad_C1: Tensor, *, cut: bool) -> None:
+    if cut:
+        targets_C1, grad_C1 = targets_C1.clamp(min=0), torch.where(targets_C1 >= 0, grad_C1, 0)
+    g_CV.scatter_add_(-1, targets_C1, grad_C1)
 
 
 def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:

@@ -17,11 +17,17 @@ from torch import Tensor
 from meshloom.config.settings import ModelSettings, OptimizerSettings
 from meshloom.samples import Samples, SampleTooLong, concat
 from meshloom.train.attention import attends_in_graph
+from meshloom.train.exchange import add_up
+from meshloom.train.gather import take_rows
+from meshloom.train.head import OutputHead
+from meshloom.train.logprobs import logprobs_and_entropy
 from meshloom.train.mesh import TrainMesh
 from meshloom.train.model import Loss, MicrobatchBound, TrainedModel
 from meshloom.train.shard import Root, release
 from meshloom.train.sharded_optimizer import ShardedOptimizer
 from meshloom.train.sharing import Computed
+from meshloom.train.tensor_parallel import TensorCut, local
+from meshloom.train.ulysses import SplitAttention, TokenSplit
 from meshloom.train.upload import upload_samples
 
 
@@ -35,7 +41,7 @@ class MeshModel(TrainedModel):
         optimizer: none for a model that is only asked.
         mesh: over which it is cut.
         compute: dtype in which it computes.
-        whole: parameters that tensor parallelism leaves whole (see ``ShardedOptimizer``).
+        cut: what tensor parallelism made of it.
     """
 
     def __init__(
@@ -47,9 +53,9 @@ class MeshModel(TrainedModel):
         mesh: TrainMesh,
         *,
         compute: torch.dtype,
-        whole: Mapping[str, bool],
+        cut: TensorCut,
     ) -> None:
-        self.root, self.mesh, self.compute, self._whole = root, mesh, compute, dict(whole)
+        self.root, self.mesh, self.compute, self._cut = root, mesh, compute, cut
         super().__init__(root.module, settings, bound, optimizer)
         self.device = mesh.device
 
@@ -96,6 +102,11 @@ class MeshModel(TrainedModel):
             self._check_gradients()
         return merged or {"loss": torch.zeros((), device=self.device)}
 
+    def take_utilization(self, seconds: float) -> dict[str, float]:
+        """See ``TrainedModel.take_utilization``: of this rank's device, which does a part of what its samples need."""
+        parts = self.mesh.size("tp") * self.mesh.size("sp")
+        return {name: share / parts for name, share in super().take_utilization(seconds).items()}
+
     def to(self, device: torch.device) -> None:
         """A model on a mesh stays where its ranks are."""
         raise NotImplementedError("a model on a mesh does not move by itself")
@@ -119,22 +130,70 @@ class MeshModel(TrainedModel):
     def _microbatches(self, samples: Samples, packed: list[list[int]]) -> Iterator[Samples | None]:
         return (samples.select(indices) if indices else None for indices in packed)
 
-    def _compute(
-        self, ids_C: Tensor, target_ids_N: Tensor, computed: Computed, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        return self.root(lambda: super(MeshModel, self)._compute(ids_C, target_ids_N, computed, temperature))
+    def _own_work(self, computed: Computed) -> dict[str, Tensor]:
+        return self._split(computed).predictions(computed) if self.mesh.groups.sp is not None else {}
+
+    def _compute(self, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> tuple[Tensor, Tensor]:
+        if self.mesh.groups.sp is None:
+            return self.root(lambda: super(MeshModel, self)._compute(moved, computed, temperature))
+        own_2n = self.root(lambda: self._compute_own_tokens(moved, computed, temperature))
+        whole_2N = own_2n.new_zeros((2, len(moved["target_ids_N"]))).index_copy(1, moved["own_n"], own_2n)
+        logprob_N, entropy_N = add_up(whole_2N, self.mesh.groups.sp)
+        return logprob_N, entropy_N
+
+    def _compute_own_tokens(self, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> Tensor:
+        """Log-prob and entropy [2, n] of what this rank's part of the tokens predicts."""
+        split = self._split(computed)
+        own_n, index = split.of_device(moved)
+        layout = SplitAttention(computed.layout(self.settings.attention), split, self.mesh.groups.sp)
+        hidden_cD = self.decoder(
+            input_ids=split.own(moved["ids_C"])[None],
+            position_ids=split.own(computed.positions_C)[None],
+            layout=layout,
+            use_cache=False,
+        ).last_hidden_state[0]
+        predicted = logprobs_and_entropy(
+            self.head,
+            take_rows(hidden_cD, index),
+            moved["target_ids_N"][own_n],
+            temperature=temperature,
+            chunk_bytes=self.chunk_bytes,
+        )
+        return torch.stack(predicted)
+
+    def _split(self, computed: Computed) -> TokenSplit:
+        return TokenSplit(len(computed.tokens_C), self.mesh.size("sp"), self.mesh.place["sp"])
+
+    def _head(self) -> OutputHead:
+        head = MeshHead(self.module)
+        head.part = self._cut.vocabulary
+        return head
 
     def _attends_in_graph(self) -> bool:
+        if self.mesh.groups.sp is not None:
+            return False
         like = torch.empty(0, dtype=self.compute, device=self.mesh.device)
         return attends_in_graph(self.settings.attention, like)
 
     def _optimizer(self, settings: OptimizerSettings) -> ShardedOptimizer:
-        return ShardedOptimizer(self.module, settings, self.mesh, self._whole)
+        return ShardedOptimizer(self.module, settings, self.mesh, self._cut.whole)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and parameters as the Hugging Face folder has them, each a DTensor of which this rank holds a part; float32
         where they are trained, to be rounded to ``compute`` where they are used."""
         return super().weights()
+
+
+class MeshHead(OutputHead):
+    """The output head where a rank computes with a part of its weight."""
+
+    @property
+    def weight(self) -> Tensor:
+        return local(self._linear.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return local(self._linear.bias)
 
 
 _NOTHING = Samples(

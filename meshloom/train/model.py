@@ -69,7 +69,7 @@ class TrainedModel:
         self, module: nn.Module, settings: ModelSettings, bound: MicrobatchBound, optimizer: OptimizerSettings | None
     ) -> None:
         self.module, self.settings, self.bound = module, settings, bound
-        self.decoder, self.head = decoder_of(module), OutputHead(module)
+        self.decoder, self.head = decoder_of(module), self._head()
         self.device = self.head.weight.device
         self.chunk_bytes = logits_chunk_bytes(settings, gpu=self.device.type == "cuda")
         if optimizer is None:
@@ -184,6 +184,9 @@ class TrainedModel:
         if self.optimizer is not None:
             self.optimizer.to(device)
 
+    def _head(self) -> OutputHead:
+        return OutputHead(self.module)
+
     def _attends_in_graph(self) -> bool:
         return attends_in_graph(self.settings.attention, self.head.weight)
 
@@ -207,24 +210,26 @@ class TrainedModel:
         computed = Computed.of(microbatch)
         ids_T, target_N = microbatch["ids"], microbatch["mask"].nonzero().squeeze(-1)
         here = {"ids_C": ids_T[computed.tokens_C], "target_N": target_N, "target_ids_N": ids_T[target_N]}
-        moved = upload(here | computed.tensors(), self.device)
+        moved = upload(here | computed.tensors() | self._own_work(computed), self.device)
         computed = computed.with_tensors(moved)
         if torch.is_grad_enabled():
             self._work += Work(len(moved["ids_C"]), len(target_N), computed.pairs())
-        logprob_N, entropy_N = self._compute(moved["ids_C"], moved["target_ids_N"], computed, temperature)
+        logprob_N, entropy_N = self._compute(moved, computed, temperature)
         zeros_T = torch.zeros(len(ids_T), dtype=logprob_N.dtype, device=self.device)
         place = (moved["target_N"],)
         return zeros_T.index_put(place, logprob_N), zeros_T.index_put(place, entropy_N)
 
-    def _compute(
-        self, ids_C: Tensor, target_ids_N: Tensor, computed: Computed, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def _own_work(self, computed: Computed) -> dict[str, Tensor]:
+        """What else the device needs to know of what is computed, by name."""
+        return {}
+
+    def _compute(self, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy [N] of what is predicted; all tensors are on the device."""
         layout = computed.layout(self.settings.attention)
         if self.in_graph:
             layout.prepare(self.device)
         hidden_CD = self.decoder(
-            input_ids=ids_C[None],
+            input_ids=moved["ids_C"][None],
             position_ids=computed.positions_C[None],
             layout=layout,
             use_cache=False,
@@ -232,7 +237,7 @@ class TrainedModel:
         return logprobs_and_entropy(
             self.head,
             take_rows(hidden_CD, computed.predictors),
-            target_ids_N,
+            moved["target_ids_N"],
             temperature=temperature,
             chunk_bytes=self.chunk_bytes,
         )

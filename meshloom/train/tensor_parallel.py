@@ -1,0 +1,226 @@
+"""Tensor parallelism: layers cut over ranks, by the plan that each family has in transformers.
+
+Owns: what each word of a plan means for a module, which parameters are cut where. Refuses to know: losses, sharding over other
+axes. Always holds: the model stays the plain one, whose modules compute with their part of a weight; what a plan does not
+cut is whole on each rank and computed the same there; a plan that attaches to no layer, or a word that is unknown, is an
+error.
+
+Columns of queries, keys, values and of the first matrices of an MLP are cut, and rows of what comes after: one sum of all
+ranks' results after attention and one after the MLP. Norms of single heads see some of the heads, so their gradients are parts
+of a sum. Embedding and head are cut by the vocabulary where it divides evenly.
+"""
+
+import copy
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+from meshloom.config.errors import UserError
+from meshloom.train.exchange import add_up, enter
+from meshloom.train.head import decoder_of
+from meshloom.train.load_sharded import parameter_owners
+from meshloom.train.mesh import TrainMesh
+from meshloom.train.vocabulary import VocabularyPart
+
+COLUMNS, ROWS, HEAD_NORM = "colwise", "rowwise", "replicated_with_grad_allreduce"
+
+
+@dataclass
+class TensorCut:
+    """How a model was cut.
+
+    Args:
+        whole: parameters that every rank has a copy of, and whether each one's gradient is a part of a sum.
+        vocabulary: this rank's part of it; none where tables are whole.
+        cut: how many modules were cut.
+    """
+
+    whole: dict[str, bool] = field(default_factory=dict)
+    vocabulary: VocabularyPart | None = None
+    cut: int = 0
+
+
+def cut_layers(model: PreTrainedModel, mesh: TrainMesh) -> TensorCut:
+    """Cut a model's layers over the axis ``tp``, in place.
+
+    Args:
+        model: with weights, or with parameters that have no memory.
+        mesh: with an axis ``tp``.
+
+    Raises:
+        UserError: if the family has no plan, the plan fits no layer, or it cannot be followed.
+    """
+    decoder = decoder_of(model)
+    cutter = _Cutter(model, mesh)
+    plan = decoder.config.get_text_config().base_model_tp_plan or {}
+    for name, module in list(decoder.named_modules()):
+        if (word := _word_for(name, plan)) is not None:
+            cutter.follow(decoder.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module, word)
+    if not cutter.found.cut:
+        raise UserError(
+            f"tensor parallelism attaches to no layer of {type(model).__name__}",
+            where="parallel.actor.tensor",
+            why="transformers has no plan for this family" if not plan else "its plan names no module of this model",
+            fix="parallel.actor.tensor=1",
+        )
+    cutter.cut_vocabulary()
+    cutter.note_whole()
+    return cutter.found
+
+
+def _word_for(name: str, plan: dict[str, str]) -> str | None:
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+class _Cutter:
+    """Cuts modules of one model."""
+
+    def __init__(self, model: PreTrainedModel, mesh: TrainMesh) -> None:
+        self.model, self.mesh, self.found = model, mesh, TensorCut()
+        self.ranks, self.rank, self.group = mesh.size("tp"), mesh.place["tp"], mesh.groups.tp
+        config = model.config.get_text_config()
+        self.heads = config.num_attention_heads
+        self.key_value_heads = config.num_key_value_heads
+        self._owners = parameter_owners(model)
+        self._partial: set[int] = set()
+        self._entered: set[nn.Module] = set()
+
+    def follow(self, parent: nn.Module, name: str, module: nn.Module, word: str) -> None:
+        """Do what the plan says of a module.
+
+        Raises:
+            UserError: if it is not known how.
+        """
+        if word == HEAD_NORM:
+            self._partial.update(map(id, module.parameters()))
+        elif word == COLUMNS and isinstance(module, nn.Linear):
+            self._cut_columns(parent, name, module)
+        elif word == ROWS and isinstance(module, nn.Linear):
+            self._cut(module, "weight", 1)
+            module.forward = partial(_rows_forward, module, self.group)
+            self.found.cut += 1
+        else:
+            raise UserError(
+                f"the plan of {type(self.model).__name__} cuts {name} in a way that is not known here: {word}",
+                where="parallel.actor.tensor",
+                fix="parallel.actor.tensor=1",
+            )
+
+    def _cut_columns(self, parent: nn.Module, name: str, module: nn.Linear) -> None:
+        self._enter(parent)
+        self.found.cut += 1
+        if name in ("k_proj", "v_proj") and self.key_value_heads % self.ranks:
+            # Fewer heads than ranks: the matrix stays whole, and each rank computes the one head that its queries need.
+            self._partial.update(map(id, module.parameters()))
+            width = module.out_features // self.key_value_heads
+            head = self.rank * self.key_value_heads // self.ranks
+            module.forward = partial(_some_columns_forward, module, slice(head * width, (head + 1) * width))
+            return
+        for leaf in ("weight", "bias"):
+            if getattr(module, leaf) is not None:
+                self._cut(module, leaf, 0)
+        module.forward = partial(_columns_forward, module)
+
+    def _enter(self, parent: nn.Module) -> None:
+        """What a parent is given goes to all of its cut columns: one exchange of gradients for them together."""
+        if parent in self._entered:
+            return
+        self._entered.add(parent)
+        parent.register_forward_pre_hook(partial(_entered, self.group), with_kwargs=True)
+        norms = [child for child in parent.children() if not isinstance(child, nn.Linear) and list(child.parameters())]
+        for norm in norms:
+            # Whatever else is in there sees single heads; older plans leave these norms out.
+            self._partial.update(map(id, norm.parameters()))
+
+    def cut_vocabulary(self) -> None:
+        """Cut embedding and head, if the vocabulary divides evenly."""
+        table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        rows = len(head.weight)
+        if rows % self.ranks or len(table.weight) != rows:
+            return
+        size = rows // self.ranks
+        part = VocabularyPart(self.rank * size, size, self.group)
+        for leaf in ("weight", "bias"):
+            if getattr(head, leaf) is not None:
+                self._cut(head, leaf, 0)
+        if table.weight is not head.weight:
+            self._cut(table, "weight", 0)
+        table.forward = partial(_embedding_forward, table, part)
+        head.forward = partial(_refused, head)
+        self.found.vocabulary = part
+
+    def note_whole(self) -> None:
+        """Note what stays whole."""
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                self.found.whole[name] = id(parameter) in self._partial
+
+    @torch.no_grad()
+    def _cut(self, module: nn.Module, leaf: str, dim: int) -> None:
+        """Leave a module this rank's part of a parameter; modules that share it share the part."""
+        parameter = getattr(module, leaf)
+        if parameter.shape[dim] % self.ranks:
+            raise UserError(
+                f"{leaf} {tuple(parameter.shape)} of a layer is not divisible by tp {self.ranks}",
+                where="parallel.actor.tensor",
+                fix="parallel.actor.tensor=1",
+            )
+        each = parameter.shape[dim] // self.ranks
+        own = parameter.detach().narrow(dim, self.rank * each, each)
+        own = (
+            torch.empty_like(own, device="meta")
+            if parameter.is_meta
+            else own.clone(memory_format=torch.contiguous_format)
+        )
+        whole = DTensor.from_local(
+            own.contiguous(), self.mesh.tensor_mesh, [Shard(dim)], run_check=False, shape=parameter.shape,
+            stride=parameter.stride(),
+        )  # fmt: skip
+        cut = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        for owner, name in self._owners[id(parameter)]:
+            setattr(owner, name, cut)
+
+
+def local(parameter: Tensor | None) -> Tensor | None:
+    """The part of a parameter that this rank computes with."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _entered(group: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    if args:
+        return (enter(args[0], group), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], group)}
+
+
+def _columns_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, local(module.weight), local(module.bias))
+
+
+def _some_columns_forward(module: nn.Linear, columns: slice, x: Tensor) -> Tensor:
+    bias = None if module.bias is None else module.bias[columns]
+    return nn.functional.linear(x, module.weight[columns], bias)
+
+
+def _rows_forward(module: nn.Linear, group: Any, x: Tensor) -> Tensor:
+    total = add_up(nn.functional.linear(x, local(module.weight)), group)
+    return total if module.bias is None else total + module.bias
+
+
+def _embedding_forward(table: nn.Embedding, part: VocabularyPart, ids: Tensor) -> Tensor:
+    """The table's own forward, which a family may have changed, on its part of the rows."""
+    own = copy.copy(table)
+    own.__dict__["_parameters"] = {"weight": local(table.weight)}
+    # Its row gets no gradient: it must be the same token's row here.
+    pad = table.padding_idx
+    own.padding_idx = pad - part.first if pad is not None and 0 <= pad - part.first < part.size else None
+    return part.embed(ids, partial(type(table).forward, own))
+
+
+def _refused(head: nn.Module, *_: Any) -> Tensor:
+    raise RuntimeError("the logits of a cut vocabulary are never whole")

@@ -1,0 +1,68 @@
+"""Training of a model whose layers are cut over ranks gives what one process gives."""
+
+from pathlib import Path
+
+import pytest
+
+from meshloom.config.errors import UserError
+from tests import mesh_checks
+from tests.mesh_checks import Axes, assert_same, folder_of, in_one_process, train_on
+from tests.models import FAMILIES
+from tests.ranks import Ranks
+
+PAIRS: list[tuple[Axes, list[int]]] = [((("tp", 2),), [0, 1]), ((("tp", 2),), [2, 3])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_cut_in_two(four_ranks: Ranks, folders: Path, family: str) -> None:
+    """By each family's plan, with tables cut by the vocabulary, tied or not."""
+    changes = {"num_hidden_layers": 3} if family == "gemma3" else {"attention_bias": False} if family == "qwen2" else {}
+    folder = folder_of(folders, family, **changes)
+    found = four_ranks.run(train_on, PAIRS, folder)
+    for one in (0, 2):
+        assert_same([found[one]], in_one_process(folder), places=1)
+    assert found[1].losses == found[0].losses and found[1].norms == found[0].norms
+
+
+def test_layers_cut_and_sharded(four_ranks: Ranks, folders: Path) -> None:
+    for family in ("qwen3", "llama"):
+        folder = folder_of(folders, family)
+        found = four_ranks.run(train_on, [((("fsdp", 2), ("tp", 2)), [0, 1, 2, 3])], folder)
+        assert_same([found[0], found[2]], in_one_process(folder), places=2)
+
+
+def test_fewer_heads_of_keys_than_ranks_and_a_vocabulary_that_stays_whole(four_ranks: Ranks, folders: Path) -> None:
+    folder = folder_of(folders / "odd", "qwen3", vocab_size=98)
+    found = four_ranks.run(train_on, [((("tp", 4),), [0, 1, 2, 3])], folder)
+    assert_same(found[:1], in_one_process(folder), places=1)
+
+
+def test_a_plan_that_attaches_to_no_layer_is_refused(four_ranks: Ranks, folders: Path) -> None:
+    """A cut that does nothing would compute the same everywhere, and say nothing."""
+    folder = folder_of(folders, "llama")
+    said = four_ranks.run(_without_plan, folder)
+    assert all("attaches to no layer" in text for text in said)
+
+
+def _without_plan(folder: str) -> str:
+    from transformers import LlamaConfig
+
+    plan, LlamaConfig.base_model_tp_plan = LlamaConfig.base_model_tp_plan, {"blocks.*.projection": "colwise"}
+    try:
+        mesh_checks.model_on(mesh_checks.mesh_of(PAIRS), folder)
+    except UserError as error:
+        return str(error)
+    finally:
+        LlamaConfig.base_model_tp_plan = plan
+    return "nothing"
+
+
+def test_adapters_on_cut_layers_are_refused(four_ranks: Ranks, folders: Path) -> None:
+    said = four_ranks.run(_adapters_cut, folder_of(folders, "llama"))
+    assert all("model.lora" in text for text in said)
+
+
+def _adapters_cut(folder: str) -> str:
+    with pytest.raises(UserError) as caught:
+        mesh_checks.model_on(mesh_checks.mesh_of(PAIRS), folder, lora=True)
+    return str(caught.value)
