@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-slow test-vllm bench lint clean
+.PHONY: quickstart test test-slow test-vllm test-ray bench lint clean
 .DEFAULT_GOAL := quickstart
 
 $(VENV)/.installed: requirements.txt pyproject.toml
@@ -46,6 +46,14 @@ VLLM_BIN := .venv-vllm/bin
 test-vllm: .venv-vllm/.installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/test_engine.py tests/test_vllm_run.py tests/test_vllm_weights.py tests/test_vllm_bench.py
 
+.ray/.installed: $(VENV)/.installed-test
+	$(BIN)/pip install --quiet --disable-pip-version-check --target .ray 'ray==2.60.0'
+	@touch $@
+
+## Opt-in: workers on a real Ray cluster of two nodes on this machine.
+test-ray: .ray/.installed
+	PYTHONPATH=.ray:. OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests/test_fabric_ray.py
+
 ## Ratios against other libraries, each from one run.
 bench: $(VENV)/.installed-test
 	$(BIN)/python bench/engine.py
@@ -57,4 +65,4 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check meshloom tests bench
 
 clean:
-	rm -rf $(VENV) .venv-vllm build *.egg-info
+	rm -rf $(VENV) .venv-vllm .ray build *.egg-info

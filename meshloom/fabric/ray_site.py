@@ -6,6 +6,7 @@ nodes on two; an attendant ends with its actor, whatever ends that.
 """
 
 import os
+import socket
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from meshloom.fabric.processes import ending_text
 from meshloom.fabric.seats import seats_of
 from meshloom.fabric.site import Node, Peer, Site
 
-_PLACE_S = 60.0
+_PLACE_S, _ANSWER_S = 60.0, 10.0
 _PINCH = 0.001
 """Of the resource that each machine of a cluster has by its address: asking for it pins a bundle there."""
 
@@ -92,13 +93,13 @@ class RaySite(Site):
 
     def _connect(self) -> None:
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+        if self._address is not None:
+            _require_answer(self._address)
         try:
             self._ray.init(address=self._address or "auto", **quiet)
         except ConnectionError as error:
             if self._address is not None:
-                fix = "ray start --head on the first machine says the address"
-                what = f"no Ray cluster answers at {self._address}"
-                raise UserError(what, where="cluster.ray_address", why=str(error), fix=fix) from error
+                raise _no_cluster(self._address, error) from error
             slots = sum(len(node.devices) for node in self._planned)
             cores = max(slots, os.cpu_count() or 1)
             self._ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
@@ -160,6 +161,22 @@ class RaySite(Site):
             self._ray.util.remove_placement_group(self._group)
         if not self._was_connected and self._ray.is_initialized():
             self._ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Refuse an address at which nobody answers; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # a word of Ray's own, such as ``auto``
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> UserError:
+    fix = "`ray start --head` on the first machine says the address"
+    return UserError(f"no Ray cluster answers at {address}", where="cluster.ray_address", why=str(error), fix=fix)
 
 
 def _num_gpus(node: PlannedNode) -> int:
