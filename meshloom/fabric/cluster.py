@@ -1,16 +1,12 @@
-"""From a run's settings to the nodes it is on.
+"""What a launcher says of the cluster, as settings.
 
-Owns: what a launcher says of the cluster, as settings; the site of a topology. Refuses to know: roles. Always holds: what
-the user said of the cluster wins; a contradiction is found when the nodes are matched.
+Owns: which of them it decides. Refuses to know: roles. Always holds: what the user said of the cluster wins; a contradiction is
+found when the nodes are matched.
 """
 
-from collections.abc import Sequence
-
 from meshloom.config.settings import TrainSettings
-from meshloom.fabric.launch import PlannedNode, launched, open_site
-from meshloom.fabric.site import Site
+from meshloom.fabric.launch import launched
 from meshloom.plan.faults import with_values
-from meshloom.plan.topology import Topology
 
 
 def with_launched_cluster(settings: TrainSettings) -> TrainSettings:
@@ -28,23 +24,3 @@ def with_launched_cluster(settings: TrainSettings) -> TrainSettings:
     if not says_nodes and settings.placement.map is None:
         values["cluster.nodes"] = len(found.nodes)
     return with_values(settings, values, found.kind) if values else settings
-
-
-def site_of(settings: TrainSettings, topology: Topology, devices: Sequence[str]) -> Site:
-    """The site of a run; to be entered.
-
-    Args:
-        settings: of the run.
-        topology: its nodes.
-        devices: of all its workers, by rank: ``cpu``, or ``cuda:1`` with the index on its node.
-
-    Raises:
-        UserError: if nodes cannot be where they should.
-    """
-    size = topology.devices_per_node
-    nodes = [
-        PlannedNode(topology.node_name(node), tuple(devices[node * size : (node + 1) * size]))
-        for node in range(topology.num_nodes)
-    ]
-    address = settings.cluster.ray_address
-    return open_site(nodes, fabric=settings.fabric, ray_address=address, named=bool(topology.names))

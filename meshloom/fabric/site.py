@@ -87,6 +87,8 @@ class Site(ABC):
 
     def __init__(self, *, host: str = "", start_deadline_s: float = 300.0) -> None:
         self.nodes: tuple[Node, ...] = ()
+        self.exit_code = 0
+        """Of the attendants, where the run ends without an error."""
         self._secret = new_secret()
         self._socket = listen(host)
         self._start_deadline_s = start_deadline_s
@@ -160,7 +162,8 @@ class Site(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finish(*ending_of(error))
+        code, text = ending_of(error)
+        self.finish(self.exit_code if error is None else code, text)
 
     def launch(self, listener: Listener, logs: Path) -> None:
         """Start the workers of all seats; what they and the attendants say goes to ``listener``."""

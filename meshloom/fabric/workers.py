@@ -249,6 +249,10 @@ class Workers:
     def _notice(self, cause: Cause, rank: int, text: str, *, detail: str = "", error: UserError | None = None) -> None:
         self.watch.notice(Evidence(cause, rank, text, time.monotonic(), detail, error))
 
+    def ends_with(self, code: int) -> None:
+        """Let the processes that a launcher has started exit with this code, if the run ends without an error."""
+        self._site.exit_code = code
+
     def stop_hearing(self) -> None:
         """Take no more results: the workers have failed."""
         with self._lock:

@@ -121,7 +121,9 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
         engine.load_weights(control.version)
         set_random_states(cut, settings.seed)
         finished = control.run()
-        return session.end(step=control.step, stopped=not finished)
+        code = session.end(step=control.step, stopped=not finished)
+        workers.ends_with(code)
+        return code
 
 
 @contextmanager
@@ -135,7 +137,12 @@ def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
     roles = {rank: _roles_text(layout, rank) for rank in range(topology.num_devices)}
     try:
         with (
-            open_site(nodes, named=bool(topology.names)) as site,
+            open_site(
+                nodes,
+                fabric=settings.fabric,
+                ray_address=settings.cluster.ray_address,
+                named=bool(topology.names),
+            ) as site,
             Workers(_HOST, site=site, logs=logs, roles=roles) as workers,
         ):
             yield workers
