@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from meshloom.config.errors import RunFault
 from meshloom.data.order import PromptOrder
@@ -161,6 +164,49 @@ def test_a_stopped_run_goes_on_with_the_draws_that_were_in_flight(lag: int, stop
     assert first.trained + second.trained == whole.trained
     assert second.lags[0] == 0
     assert control.progress() == undisturbed.progress()
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(
+    steps=st.integers(1, 9),
+    prompts=st.integers(1, 5),
+    updates=st.integers(1, 3),
+    lag=st.integers(0, 7),
+    late=st.dictionaries(st.integers(0, 45), st.integers(1, 2), max_size=8),
+    stops=st.lists(st.integers(1, 9), max_size=3),
+)
+def test_every_draw_is_trained_on_once_or_dropped_and_none_is_too_old(
+    steps: int, prompts: int, updates: int, lag: int, late: dict[int, int], stops: list[int]
+) -> None:
+    """Stopped and resumed anywhere, with any draws late."""
+    trained: list[int] = []
+    left, waiting = None, ()
+    late, given_late = dict(late), late
+    for stop in [*stops, 10**9]:
+        stage = Script(updates=updates, late=late, stop_after=stop)
+        control = control_of(stage, steps=steps, prompts=prompts, lag=lag)
+        if left is not None:
+            control.load(Progress.of(left), waiting)
+        try:
+            done = control.run()
+        except RunFault:
+            assert 2 in given_late.values()
+            return
+        assert max(stage.lags, default=0) <= lag
+        assert all(len(batch) <= prompts for batch in stage.trained)
+        trained += [number for batch in stage.trained for number in batch]
+        progress = control.progress()
+        assert done == (control.step == steps)
+        if done:
+            break
+        left, waiting = progress.values(), tuple(control.buffer.groups)
+    flying = {draw.number for draws in control.progress().in_flight for draw in draws}
+    assert done
+    assert not flying
+    assert trained == sorted(set(trained))
+    dropped = set(range(control.draws)) - set(trained)
+    assert all(late[number] == 0 for number in dropped)
+    assert control.step == steps
 
 
 def test_groups_that_are_too_old_on_resume_are_counted_and_replaced() -> None:

@@ -195,6 +195,8 @@ class RLStage:
             "prompts_dropped": done.dropped,
             "groups_stale": done.stale,
         }
+        if self.settings.algorithm.max_lag_versions:
+            metrics["lag_versions"] = done.lag
         metrics |= speed_metrics(batch, self.session.clock, self.roles.actor)
         self.session.log("train", metrics, step=done.step)
         count = self.settings.logging.samples_per_step
