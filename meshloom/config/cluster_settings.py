@@ -64,6 +64,10 @@ class ClusterSettings(Settings):
 class PlacementSettings(Settings):
     """Which devices each role is on. Roles that share devices take turns on them."""
 
+    auto: bool = False
+    """Search for the placement that takes least time: devices of each role that is left at ``all``, and those of ``parallel``,
+    ``offload``, ``batch.tokens_per_microbatch``, ``model.gradient_checkpointing`` and the cache's share that are not given.
+    ``placement: auto`` means the same."""
     actor: Devices = "all"
     """Devices of the model that is trained."""
     rollout: Devices = "all"
@@ -78,6 +82,17 @@ class PlacementSettings(Settings):
     map: Place | None = None
     """A device map: a YAML file that says devices and parallelism of each role outright. It beats the settings file; an
     override beats it."""
+
+
+def _as_placement(value: Any) -> Any:
+    return {"auto": True} if value == "auto" else value
+
+
+Placement = Annotated[
+    PlacementSettings,
+    BeforeValidator(_as_placement, json_schema_input_type=Literal["auto"] | PlacementSettings),
+]
+"""``auto``, or devices of each role."""
 
 
 class RoleParallelSettings(Settings):

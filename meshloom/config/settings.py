@@ -16,6 +16,7 @@ from meshloom.config.cluster_settings import (
     Fabric,
     OffloadSettings,
     ParallelSettings,
+    Placement,
     PlacementSettings,
 )
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
@@ -237,7 +238,7 @@ class TrainSettings(RunSettings):
     fabric: Fabric = Fabric.AUTO
     """How the processes of a run over several devices are started; ``auto`` follows from how this command was."""
     cluster: ClusterSettings = ClusterSettings()
-    placement: PlacementSettings = PlacementSettings()
+    placement: Placement = PlacementSettings()
     parallel: ParallelSettings = ParallelSettings()
     offload: OffloadSettings = OffloadSettings()
 

@@ -48,14 +48,16 @@ def carried_out(settings: TrainSettings) -> Carried:
     faults = [fault for fault in laid_out.faults if fault.path == "placement.map"]
     require_none([problem_of(laid_out.settings, fault, ()) for fault in faults], settings.placement.map or "")
     carried = Carried(settings=laid_out.settings, layout=laid_out.layout)
-    if carried.is_spread:
-        require_none([*_planned_only(carried.settings, carried.layout)], f"train {settings.run_dir}")
+    require_none(planned_only(carried.settings, carried.layout), f"train {settings.run_dir}")
     return carried
 
 
-def _planned_only(settings: TrainSettings, layout: Layout) -> Iterator[Problem]:
-    if layout.topology.num_nodes > 1:
-        yield _refusal(settings, "cluster.nodes", "a run over several nodes", "cluster.nodes=1")
+def planned_only(settings: TrainSettings, layout: Layout) -> tuple[Problem, ...]:
+    """What of a run is planned only; nothing where train carries it out."""
+    return tuple(_refusals(settings, layout)) if layout.topology.num_devices > 1 else ()
+
+
+def _refusals(settings: TrainSettings, layout: Layout) -> Iterator[Problem]:
     for found in layout.roles:
         if found.role in (Role.CRITIC, Role.REWARD):
             yield _refusal(settings, f"placement.{found.role}", f"a {found.role} model on devices", f"placement.{found.role}=all")

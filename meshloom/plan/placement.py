@@ -81,6 +81,7 @@ def asks_for_devices(settings: TrainSettings) -> bool:
     """Whether anything is said of nodes, placement or parallelism; a run of which nothing is said is on one device."""
     said = settings.cluster.model_copy(update={"device": None, "ray_address": None}) != ClusterSettings()
     said = said or settings.parallel != ParallelSettings()
+    said = said or settings.placement.auto
     return said or settings.placement.map is not None or any(value != "all" for value in placements(settings).values())
 
 
