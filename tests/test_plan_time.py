@@ -69,9 +69,12 @@ def part(phase: PhaseTime, name: str) -> float:
     [
         ("Qwen2.5-0.5B", 256, 1.70),
         ("Qwen2.5-1.5B", 128, 2.38),
-        ("Qwen2.5-1.5B", 256, 3.08),
+        ("Qwen2.5-1.5B", 256, 2.93),
         ("Qwen2.5-7B", 128, 5.8),
-        ("Qwen2.5-7B", 256, 8.0),
+        ("Qwen2.5-7B", 256, 8.80),
+        ("Qwen2.5-0.5B", 512, 2.79),
+        ("Qwen2.5-1.5B", 512, 5.37),
+        ("Qwen2.5-3B", 256, 4.91),
     ],
 )
 def test_a_decode_step_takes_what_was_measured(name: str, rows: int, measured_ms: float) -> None:
@@ -119,11 +122,11 @@ def test_a_step_takes_what_was_measured(name: str, generate_s: float, update_s: 
 
 
 def test_the_engine_of_now_makes_as_many_tokens_as_measured() -> None:
-    """83,000 a second with 1.5B and 256 in flight; 53,800 with 128."""
-    for rows, measured in ((256, 83_000), (128, 53_800)):
+    """87,500 a second with 1.5B and 256 in flight; 53,800 with 128."""
+    for rows, measured in ((256, 87_500), (128, 53_800)):
         load = Requests(samples=rows, prompts=rows, prompt_tokens=34, response_tokens=512, longest=512)
         found = generate_time(engine("Qwen2.5-1.5B", rows), load, ONE, C)
-        assert rows * 512 / found.seconds == pytest.approx(measured, rel=0.1)
+        assert rows * 512 / found.seconds == pytest.approx(measured, rel=0.12)
 
 
 def test_shares_are_those_of_the_measured_device() -> None:
@@ -196,8 +199,8 @@ def test_a_mixture_reads_the_experts_that_its_rows_meet() -> None:
 
 def test_tensor_parallelism_divides_reading_and_adds_sums() -> None:
     alone, four = (decode_step(engine("Llama-3.1-70B", tensor=tensor), 64, 1000, NODE, C) for tensor in (1, 4))
-    assert [each.name for each in four] == ["products", "attention", "launches", "sums"]
-    for index in (0, 1):
+    assert [each.name for each in four] == ["products", "attention", "launches", "drawing", "sums"]
+    for index in (0, 1, 3):
         assert four[index].seconds == pytest.approx(alone[index].seconds / 4)
     assert four[2].seconds == alone[2].seconds
     within = sum(each.seconds for each in four)
@@ -306,7 +309,7 @@ def test_a_lag_lets_rollout_and_training_work_at_once() -> None:
     )
     lines = list(sampled.lines())
     assert lines[0].value == pytest.approx(sum(float(line.value or 0) for line in lines[1:]), abs=1e-5)
-    assert lines[0].formula.endswith("% are launches; products + attention + launches + prompts + start")
+    assert lines[0].formula.endswith("% are products; products + attention + launches + drawing + prompts + start")
 
 
 def test_the_cost_model_needs_no_torch() -> None:

@@ -32,7 +32,7 @@ class Constants:
         memory_share: of the memory's bandwidth, by work without products.
         activation_passes: times that a forward and backward pass reads or writes each activation that it keeps.
         forward_part: part of those that the forward pass alone does, and part of its launches.
-        decode_layer_s: of a decode step and layer, beside products and attention: norms, rotation, gaps between kernels.
+        decode_layer_s: of a decode step and layer, beside what is counted: norms, rotation, gaps between kernels.
         pass_layer_s: of a forward and backward pass and layer, in which the processor launches its kernels; not less than that.
         generate_start_s: of a phase of generation, beside its steps: drawing up requests, bringing responses to the host.
         update_start_s: of an update, beside its passes: packing, launches of the optimizer.
@@ -49,14 +49,14 @@ class Constants:
 
     training_matrix_share: float = 0.69
     prompt_matrix_share: float = 0.69
-    decode_matrix_share: float = 0.70
+    decode_matrix_share: float = 0.67
     attention_share: float = 0.45
     weight_read_share: float = 0.78
-    cache_read_share: float = 0.60
+    cache_read_share: float = 0.57
     memory_share: float = 0.885
     activation_passes: float = 7.0
     forward_part: float = 1 / 3
-    decode_layer_s: float = 44e-6
+    decode_layer_s: float = 41e-6
     pass_layer_s: float = 3.5e-3
     generate_start_s: float = 0.01
     update_start_s: float = 0.005

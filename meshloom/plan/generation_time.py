@@ -4,7 +4,8 @@ Owns: the cost model of decoding. Refuses to know: settings, which devices they 
 those of the ledgers; everything else is a constant that is listed.
 
 A step of n sequences reads the weights once, or computes 2 operations a parameter and sequence, whichever takes longer; it
-reads the cache of all sequences; and each layer costs its launches. Prompts are computed as in a training pass, once each.
+reads the cache of all sequences; writes logits and reads them; and each layer costs its launches. Prompts are computed as in a
+training pass, once each.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from meshloom.plan.parameters import DecoderNumbers
 from meshloom.plan.residency import EngineRole, Phase
 from meshloom.plan.seconds import PhaseTime, Seconds
 from meshloom.plan.shards import cached_values
+
+LOGIT_BYTES = 2 * 4
+"""That drawing a token writes and reads of a logit, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,10 @@ def decode_step(
             formula=f"{len(model.layers)} layers × {constants.decode_layer_s * 1e6:g} µs",
         ),
     ]
+    logits = rows * model.vocabulary / engine.tensor * LOGIT_BYTES
+    drawing = logits / (device.memory_bandwidth * constants.memory_share)
+    formula = f"{logits / 1e9:.2f} GB of logits, written and read"
+    parts.append(Seconds(name="drawing", seconds=drawing, formula=formula))
     if engine.tensor > 1:
         summed = (
             2 * len(model.layers) * cluster.all_reduce(rows * model.hidden * engine.width, engine.tensor, 1, constants)
