@@ -130,7 +130,6 @@ def test_a_map_is_given_on_the_command_line(run: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("overrides", "shown"),
     [
-        (["cluster.nodes=2"], ["a run over several nodes", "cluster.nodes (override"]),
         (["parallel.actor.pipeline=2"], ["a model that is cut into stages of layers", "parallel.actor.pipeline=1"]),
         (["parallel.rollout.tensor=2"], ["an engine whose model is split over devices"]),
         (["rollout.engine=vllm"], ["vllm on several devices", "rollout.engine=torch"]),
