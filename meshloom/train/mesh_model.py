@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshloom.config.settings import ModelSettings, OptimizerSettings
 from meshloom.samples import Samples, SampleTooLong, concat
-from meshloom.train.attention import attends_in_graph
+from meshloom.train.attention import AttentionLayout, attends_in_graph
 from meshloom.train.exchange import add_up
 from meshloom.train.gather import take_rows
 from meshloom.train.head import OutputHead
@@ -63,16 +63,18 @@ class MeshModel(TrainedModel):
         """See ``TrainedModel.forward``; due on all ranks at once, each with its own samples, or none."""
         self._set_mode(adapter_dropout=False)
         packed = self._pack_together(samples)
-        parts = []
         with torch.no_grad(), self.layers.active(), nullcontext() if adapters else self.module.disable_adapter():
-            for microbatch in self._microbatches(samples, packed):
-                logprob_T, entropy_T = self._predict(microbatch or _NOTHING, temperature)
-                if microbatch is not None:
-                    parts.append(Samples(microbatch.lengths, {"logprob": logprob_T, "entropy": entropy_T}))
+            columns = self._ask([samples.select(indices) if indices else None for indices in packed], temperature)
         release(self.root)
+        parts = [
+            Samples(samples.lengths[indices], {"logprob": logprob_T, "entropy": entropy_T})
+            for indices, (logprob_T, entropy_T) in zip(packed, columns, strict=True)
+            if indices
+        ]
         if not parts:
             return torch.zeros(0), torch.zeros(0)
         together = concat(parts)
+        # Only here does the processor wait for the device.
         together = together.with_tokens(**{name: column.cpu() for name, column in together.tokens.items()})
         together = together.select(torch.tensor([i for indices in packed for i in indices]).argsort())
         return together["logprob"], together["entropy"]
@@ -84,23 +86,43 @@ class MeshModel(TrainedModel):
         place return the same, so a caller adds up one of each. Without samples it is ``loss`` alone, 0.
         """
         self._set_mode(adapter_dropout=True)
-        merged: dict[str, Any] = {}
-        for microbatch in self._microbatches(samples, self._pack_together(samples)):
-            with self.layers.active():
-                predicted = self._predict(microbatch or _NOTHING, temperature)
-                if microbatch is None:
-                    # No row met the head: all gradients are 0, and are exchanged as those of other ranks.
-                    (predicted[0].sum() + predicted[1].sum()).backward()
-                    continue
-                parts = loss(upload_samples(microbatch, self.device), *predicted)
-                parts.total.backward()
-            for name, value in {"loss": parts.total.detach(), **parts.stats}.items():
-                merged[name] = merged[name] + value if name in merged else value
+        packed = self._pack_together(samples)
+        with self.layers.active():
+            reports = self._learn(
+                [samples.select(indices) if indices else None for indices in packed], loss, temperature
+            )
         release(self.root)
         if self.optimizer is not None and not self._gradients_checked:
             self.optimizer.collect()
             self._check_gradients()
+        merged: dict[str, Any] = {}
+        for report in reports:
+            for name, value in report.items():
+                merged[name] = merged[name] + value if name in merged else value
         return merged or {"loss": torch.zeros((), device=self.device)}
+
+    def _ask(self, microbatches: list[Samples | None], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        """Log-probs and entropies [T] of each microbatch; of none, whatever."""
+        return [self._predict(microbatch or _NOTHING, temperature) for microbatch in microbatches]
+
+    def _learn(self, microbatches: list[Samples | None], loss: Loss, temperature: float) -> list[dict[str, Any]]:
+        """Add the gradients of microbatches; what the loss reported of those that there are."""
+        reports = []
+        for microbatch in microbatches:
+            total, report = self._loss_of(microbatch, self._predict(microbatch or _NOTHING, temperature), loss)
+            total.backward()
+            reports.append(report)
+        return reports
+
+    def _loss_of(
+        self, microbatch: Samples | None, predicted: tuple[Tensor, Tensor], loss: Loss
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """A microbatch's share of the loss, and its report. Without one, all gradients are 0, for no row has met the head; they
+        are exchanged as those of other ranks."""
+        if microbatch is None:
+            return predicted[0].sum() + predicted[1].sum(), {}
+        parts = loss(upload_samples(microbatch, self.device), *predicted)
+        return parts.total, {"loss": parts.total.detach(), **parts.stats}
 
     def take_utilization(self, seconds: float) -> dict[str, float]:
         """See ``TrainedModel.take_utilization``: of this rank's device, which does a part of what its samples need."""
@@ -127,39 +149,53 @@ class MeshModel(TrainedModel):
         count = self.mesh.agree(len(packed), error)
         return packed + [[] for _ in range(count - len(packed))]
 
-    def _microbatches(self, samples: Samples, packed: list[list[int]]) -> Iterator[Samples | None]:
-        return (samples.select(indices) if indices else None for indices in packed)
-
     def _own_work(self, computed: Computed) -> dict[str, Tensor]:
         return self._split(computed).predictions(computed) if self.mesh.groups.sp is not None else {}
 
     def _compute(self, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> tuple[Tensor, Tensor]:
+        own_2n = self.root(lambda: self._judge(self._hidden(moved, computed), moved, computed, temperature))
+        return self._of_all(own_2n, moved)
+
+    def _hidden(self, moved: Mapping[str, Tensor], computed: Computed, given_cD: Tensor | None = None) -> Tensor:
+        """Hidden states [c, D] after this rank's layers, of its part of the tokens.
+
+        Args:
+            moved, computed: of the microbatch.
+            given_cD: hidden states of the same tokens after the layers before; none: there are none.
+        """
+        layout: AttentionLayout = computed.layout(self.settings.attention)
+        ids_c, positions_c = moved["ids_C"], computed.positions_C
+        if self.mesh.groups.sp is not None:
+            split = self._split(computed)
+            layout = SplitAttention(layout, split, self.mesh.groups.sp)
+            ids_c, positions_c = split.own(ids_c), split.own(positions_c)
+        elif self.in_graph:
+            layout.prepare(self.device)
+        given = {"input_ids": ids_c[None]} if given_cD is None else {"inputs_embeds": given_cD[None]}
+        return self.decoder(**given, position_ids=positions_c[None], layout=layout, use_cache=False).last_hidden_state[
+            0
+        ]
+
+    def _judge(self, hidden_cD: Tensor, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> Tensor:
+        """Log-prob and entropy [2, n] of what is predicted from this rank's part of the tokens."""
+        index, target_ids_n = computed.predictors, moved["target_ids_N"]
+        if self.mesh.groups.sp is not None:
+            own_n, index = TokenSplit.of_device(moved)
+            target_ids_n = target_ids_n[own_n]
+        rows_nD = take_rows(hidden_cD, index)
+        return torch.stack(
+            logprobs_and_entropy(
+                self.head, rows_nD, target_ids_n, temperature=temperature, chunk_bytes=self.chunk_bytes
+            )
+        )
+
+    def _of_all(self, own_2n: Tensor, moved: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy [N] of all that is predicted, the same on each rank of ``sp``."""
         if self.mesh.groups.sp is None:
-            return self.root(lambda: super(MeshModel, self)._compute(moved, computed, temperature))
-        own_2n = self.root(lambda: self._compute_own_tokens(moved, computed, temperature))
+            return own_2n[0], own_2n[1]
         whole_2N = own_2n.new_zeros((2, len(moved["target_ids_N"]))).index_copy(1, moved["own_n"], own_2n)
         logprob_N, entropy_N = add_up(whole_2N, self.mesh.groups.sp)
         return logprob_N, entropy_N
-
-    def _compute_own_tokens(self, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> Tensor:
-        """Log-prob and entropy [2, n] of what this rank's part of the tokens predicts."""
-        split = self._split(computed)
-        own_n, index = split.of_device(moved)
-        layout = SplitAttention(computed.layout(self.settings.attention), split, self.mesh.groups.sp)
-        hidden_cD = self.decoder(
-            input_ids=split.own(moved["ids_C"])[None],
-            position_ids=split.own(computed.positions_C)[None],
-            layout=layout,
-            use_cache=False,
-        ).last_hidden_state[0]
-        predicted = logprobs_and_entropy(
-            self.head,
-            take_rows(hidden_cD, index),
-            moved["target_ids_N"][own_n],
-            temperature=temperature,
-            chunk_bytes=self.chunk_bytes,
-        )
-        return torch.stack(predicted)
 
     def _split(self, computed: Computed) -> TokenSplit:
         return TokenSplit(len(computed.tokens_C), self.mesh.size("sp"), self.mesh.place["sp"])

@@ -207,6 +207,11 @@ class TrainedModel:
 
     def _predict(self, microbatch: Samples, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy [T] of a microbatch on the device. Only rows that predict a masked token meet the head."""
+        computed, moved = self._send(microbatch)
+        return self._on_tokens(microbatch, moved, *self._compute(moved, computed, temperature))
+
+    def _send(self, microbatch: Samples) -> tuple[Computed, dict[str, Tensor]]:
+        """What is computed of a microbatch, and the tensors that this takes, on the device."""
         computed = Computed.of(microbatch)
         ids_T, target_N = microbatch["ids"], microbatch["mask"].nonzero().squeeze(-1)
         here = {"ids_C": ids_T[computed.tokens_C], "target_N": target_N, "target_ids_N": ids_T[target_N]}
@@ -214,8 +219,13 @@ class TrainedModel:
         computed = computed.with_tensors(moved)
         if torch.is_grad_enabled():
             self._work += Work(len(moved["ids_C"]), len(target_N), computed.pairs())
-        logprob_N, entropy_N = self._compute(moved, computed, temperature)
-        zeros_T = torch.zeros(len(ids_T), dtype=logprob_N.dtype, device=self.device)
+        return computed, moved
+
+    def _on_tokens(
+        self, microbatch: Samples, moved: Mapping[str, Tensor], logprob_N: Tensor, entropy_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Values of what is predicted at their places among all tokens, [T]."""
+        zeros_T = torch.zeros(microbatch.num_tokens, dtype=logprob_N.dtype, device=self.device)
         place = (moved["target_N"],)
         return zeros_T.index_put(place, logprob_N), zeros_T.index_put(place, entropy_N)
 
