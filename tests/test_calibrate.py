@@ -14,7 +14,7 @@ from meshloom.config.load import dump_yaml, load_settings
 from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.observe.measured_run import read_measured_run
 from meshloom.plan.calibration import BESIDE, MeasuredRun, Seen, calibrate, compare
-from meshloom.plan.constants import NAMES, Cluster, Constants, bounds_of, unit_of
+from meshloom.plan.constants import ASSUMED, NAMES, Cluster, Constants, bounds_of, unit_of
 from meshloom.plan.constants_file import GivenConstants, constants_text, read_constants
 from meshloom.plan.device_checks import lay_out
 from meshloom.plan.forecast import Lengths
@@ -183,6 +183,13 @@ def test_the_command_writes_constants_that_a_plan_takes(
     found = json.loads(capsys.readouterr().out)
     assert {row["part"] for row in found["compared"]} == {"generate", "update", "sync", BESIDE, "step"}
     assert found["left_out"] == {"sync of a": "by the cost model there is nothing to do in it"}
+
+
+def test_the_documents_have_each_constant_as_it_is() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "cost-model.md").read_text(encoding="utf-8")
+    for name in NAMES:
+        how = "assumed" if name in ASSUMED else ""
+        assert f"| `{name}` | {getattr(Constants(), name):.4g} | {unit_of(name)} | {how} |" in text
 
 
 @pytest.mark.parametrize("fault", ["nothing", "sft", "one step", "no device", "no model"])

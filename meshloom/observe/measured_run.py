@@ -33,6 +33,8 @@ MACHINE_KEY = "machine"
 """In the plan's file: what device the run had, ``type`` and ``name``."""
 _APART = ("validate", "save")
 """Measured phases that are no part of a usual step."""
+_ONCE = 0.05
+"""Spread of what was seen in one step only."""
 _PEAK = "peak_memory_bytes/"
 _NORMAL = 1.4826
 """Standard deviations of a normal distribution in a median absolute deviation."""
@@ -185,6 +187,6 @@ def _seen(seconds: Sequence[float]) -> Seen:
     """The median, and how far it is off by chance."""
     middle = statistics.median(seconds)
     if middle <= 0 or len(seconds) < 2:
-        return Seen(seconds=middle)
+        return Seen(seconds=middle, spread=_ONCE)
     deviation = _NORMAL * statistics.median(abs(each - middle) for each in seconds)
     return Seen(seconds=middle, spread=deviation / middle / len(seconds) ** 0.5)
