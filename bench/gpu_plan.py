@@ -96,6 +96,13 @@ def print_memory(out: Console, runs: dict[str, MeasuredRun]) -> dict[str, list[H
     return found
 
 
+def print_seconds(out: Console, size: str, run: MeasuredRun, constants: Constants) -> None:
+    """Each part of a step, as soon as it is known."""
+    rows = compare(run, constants, constants)
+    parts = [f"{row.part} {row.after:.3f} ÷ {row.measured:.3f} s" for row in rows]
+    out.print(f"{size}, predicted ÷ measured: {', '.join(parts)}", markup=False)
+
+
 def main() -> None:
     parser = common_arguments(__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=["0.5b", "1.5b", "3b", "7b"], default=["1.5b", "0.5b", "3b"])
@@ -115,6 +122,8 @@ def main() -> None:
         run = measure(out, options, size, budget.left_s)
         if run is not None:
             runs[size] = run
+            print_memory(out, {size: run})
+            print_seconds(out, size, run, Constants())
     report(out, runs, fit)
 
 
