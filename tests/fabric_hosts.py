@@ -87,5 +87,19 @@ class Host:
         """Much to send."""
         return bytes(size)
 
+    @verb()
+    def sum_on(self) -> None:
+        """Collective after collective, without end."""
+        while True:
+            self.summed(1.0)
+
+    @verb()
+    def wait_for_none(self) -> None:
+        """All wait for a message that nobody sends."""
+        import torch
+        import torch.distributed as dist
+
+        dist.recv(torch.zeros(1), src=(self.seat.rank + 1) % self.seat.world_size)
+
     def hidden(self) -> None:
         """Not a verb."""

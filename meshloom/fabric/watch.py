@@ -83,7 +83,7 @@ class Watch:
 
     def raise_fault(self) -> None:
         """Raise the error that ended the workers; after a failure, wait until it is known."""
-        if self._evidence:
+        if self._evidence and not self._closed:
             self._over.wait()
         if self._fault is not None:
             raise self._fault
@@ -243,13 +243,12 @@ class Watch:
                 reached.append(node.attendant)
             except ChannelClosed:
                 continue
-        for peer in self._workers.peers.values():
-            peer.channel.close()
         with self._changed:
-            gone = [peer for peer in reached if peer not in self._ended]
             self._changed.wait_for(
-                lambda: all(peer in self._ended or peer.lost for peer in gone), timeout=grace_s + _END_S
+                lambda: all(peer in self._ended or peer.lost for peer in reached), timeout=grace_s + _END_S
             )
+        for peer in self._workers.peers.values():
+            peer.channel.close()  # on a node that cannot be reached, this ends the worker
 
     def _fault_of(self, cause: Evidence, looks: Mapping[int, Look]) -> WorkerFault:
         call, is_in_it = self._workers.call_of(cause.rank)
