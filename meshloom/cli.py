@@ -86,7 +86,7 @@ def _run_training(settings: TrainSettings, resume: bool) -> int:
     from meshloom.fabric.cluster import with_launched_cluster
     from meshloom.plan.carried_out import carried_out
 
-    carried = carried_out(with_launched_cluster(settings))
+    carried = carried_out(_arranged(with_launched_cluster(settings)))
     if carried.is_spread:
         from meshloom.loop.many_devices import run_over_devices
 
@@ -98,6 +98,20 @@ def _run_training(settings: TrainSettings, resume: bool) -> int:
         from meshloom.loop.train import run_training
 
         return run_training(settings, resume=resume, ahead=ahead)
+
+
+def _arranged(settings: TrainSettings) -> TrainSettings:
+    """The settings with the placement that a search has chosen, if they ask for one; its ranking is printed."""
+    if not settings.placement.auto:
+        return settings
+    from meshloom.plan.auto import arranged
+    from meshloom.plan.auto_report import print_ranking
+    from meshloom.plan.report import as_text
+
+    settings, ranking = arranged(settings)
+    if ranking is not None:
+        print(as_text(lambda console: print_ranking(ranking, console)), end="")
+    return settings
 
 
 def _sft(args: argparse.Namespace) -> int:
@@ -263,8 +277,8 @@ def _arguments(parser: _Parser, words: list[str]) -> argparse.Namespace:
         args.verl, args.settings = (behind, args.settings) if end < len(words) else (args.settings, [])
     elif "verl" in given:
         args.verl = None
-    if given.get("write") and not given.get("verl"):
-        parser.error("--write goes with --verl")
+    if given.get("write") and not given.get("verl") and not given.get("auto"):
+        parser.error("--write goes with --verl" + (" or --auto" if "auto" in given else ""))
     if given.get("settings") == [] and not given.get("verl") and not given.get("alone"):
         parser.error("the following arguments are required: RUN.yaml")
     return args

@@ -4,6 +4,7 @@ Owns: the command's arguments and what it prints. Refuses to know: how a plan is
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from meshloom.given import KINDS, load_given, settings_arguments, split_given, v
 
 if TYPE_CHECKING:
     from meshloom.config.verl import Translation
+    from meshloom.plan.ranking import Ranking
 
 DONE, BAD_INPUT = 0, 2
 
@@ -30,6 +32,7 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.device_memory is not None and settings.device == "auto":
         settings = load_given(kind, [*given, "device=cuda"])
     names = {settings_kind: name for name, settings_kind in KINDS.items()}
+    _searches(args, settings)
     note = f"\nPlanned for `meshloom {names[kind]}` by its keys; --kind chooses otherwise."
     return _show_plan(args, settings, note=note if args.kind is None else "")
 
@@ -45,9 +48,37 @@ def _plan_verl(args: argparse.Namespace) -> int:
     except UserError as error:
         tell_without_plan(translation, error, as_json=args.json)
         return BAD_INPUT
-    if args.write is not None:
+    if args.write is not None and not _searches(args, settings):
         write_settings(args.write, settings)
     return _show_plan(args, settings, translation=translation)
+
+
+def _searches(args: argparse.Namespace, settings: TrainSettings | SftSettings | EvalSettings) -> bool:
+    """Whether the placement is searched.
+
+    Raises:
+        UserError: if it is asked for a run that has none.
+    """
+    if isinstance(settings, TrainSettings):
+        return args.auto or settings.placement.auto
+    if args.auto:
+        raise UserError("only reinforcement learning has a placement to search", fix="leave out --auto")
+    return False
+
+
+def _search(args: argparse.Namespace, settings: TrainSettings) -> "Ranking":
+    """The ranking of placements; the chosen settings are written where ``--write`` says so."""
+    from meshloom.plan.auto import AUTO, choose
+    from meshloom.plan.faults import with_values
+
+    if not settings.placement.auto:
+        settings = with_values(settings, {AUTO: True}, "option --auto")
+    ranking = choose(settings)
+    if args.write is not None and ranking.chosen is not None:
+        from meshloom.from_verl import write_settings
+
+        write_settings(args.write, ranking.chosen)
+    return ranking
 
 
 def _show_plan(
@@ -67,7 +98,14 @@ def _show_plan(
     from meshloom.plan.report import as_text, plan_json, print_explained, print_plan
     from meshloom.plan.worked import worked
 
+    ranking: Ranking | None = None
+    if isinstance(settings, TrainSettings) and _searches(args, settings):
+        ranking = _search(args, settings)
+        settings = ranking.chosen or settings
     plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
+    if ranking is not None:
+        problems, warnings = (*ranking.problems, *plan.problems), (*ranking.warnings, *plan.warnings)
+        plan = dataclasses.replace(plan, problems=problems, warnings=warnings)
     if translation is not None:
         from meshloom.from_verl import judged, print_translation
 
@@ -84,12 +122,17 @@ def _show_plan(
             print_translation(translation, console)
         if args.settings_too:
             print_explained(explain(settings), console)
+        if ranking is not None:
+            from meshloom.plan.auto_report import print_ranking
+
+            print_ranking(ranking, console)
         print_plan(plan, console, worked(plan.lines, flatten(settings)) if args.verbose else None)
         if note:
             console.print(Text(note, style="dim"))
 
     if args.json:
         more = {} if translation is None else {"verl": translation.as_json()}
+        more |= {} if ranking is None else {"auto": ranking.as_json()}
         print(json.dumps({**json.loads(plan_json(plan)), **more}, indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
         show(Console(highlight=False))
@@ -130,6 +173,8 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-map", metavar="MAP.yaml", help="devices and parallelism of each role (placement.map)")
     help_text = "constants of the cost model, from meshloom calibrate (cluster.constants)"
     parser.add_argument("--constants", metavar="FILE.yaml", help=help_text)
+    help_text = "search for the placement, cuts and memory budgets that take least time; what is given is kept"
+    parser.add_argument("--auto", action="store_true", help=help_text)
     parser.add_argument("-v", "--verbose", action="store_true", help="each derivation with its numbers")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write all of it as one page, too")

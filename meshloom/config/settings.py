@@ -239,6 +239,7 @@ class TrainSettings(RunSettings):
     """How the processes of a run over several devices are started; ``auto`` follows from how this command was."""
     cluster: ClusterSettings = ClusterSettings()
     placement: Placement = PlacementSettings()
+    """Which devices each role is on; or ``auto``."""
     parallel: ParallelSettings = ParallelSettings()
     offload: OffloadSettings = OffloadSettings()
 

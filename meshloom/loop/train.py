@@ -30,6 +30,7 @@ from meshloom.loop.rl import RLStage, Roles, standing
 from meshloom.loop.session import read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
+from meshloom.plan.auto import arranged
 from meshloom.plan.carried_out import carried_out
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import Phase
@@ -54,6 +55,7 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
         UserError: if the input is bad; nothing has been written then.
         RunFault: if the run stops itself.
     """
+    settings, _ = arranged(settings)
     carried = carried_out(settings)
     if carried.is_spread:
         from meshloom.loop.many_devices import run_over_devices

@@ -125,7 +125,14 @@ class Candidates:
             if Role.REFERENCE in roles:
                 options.append(apart | {Role.REFERENCE: generates})
         found = {tuple((option | fixed).items()): None for option in options}
-        return [dict(option) for option in found]
+        return [pools for option in found if self._may_lag(pools := dict(option))]
+
+    def _may_lag(self, pools: Mapping[Role, DeviceSet]) -> bool:
+        """Whether generation has devices of its own, where it is to run ahead."""
+        if not self.settings.algorithm.max_lag_versions or pools[Role.ROLLOUT] != pools[Role.ACTOR]:
+            return True
+        self.refused["rollout: to run ahead (algorithm.max_lag_versions) it needs devices of its own"] = None
+        return False
 
     def _fixed(self, role: Role) -> DeviceSet | None:
         """Devices that a role was given; none if it may be anywhere."""

@@ -16,6 +16,8 @@ from meshloom.plan.device_checks import lay_out, problem_of
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.placement import Role, devices_of_machine
 
+PLANNED = " is planned, not carried out"
+"""How what is planned only is told."""
 _AXES = {"pp": ("pipeline", "stages of layers")}
 """Ways to cut a model that is trained which are planned only: the setting's last name, and what it is."""
 
@@ -87,7 +89,7 @@ def _cuts(settings: TrainSettings, found: RoleLayout) -> Iterator[Problem]:
 def _refusal(settings: TrainSettings, path: str, what: str, fix: str) -> Problem:
     return Problem(
         code="N001",
-        what=f"{what} is planned, not carried out",
+        what=f"{what}{PLANNED}",
         where=f"{path} ({settings.provenance.of(path)})",
         why="`meshloom plan` describes such a run, `meshloom train` of this version does not carry it out",
         fix=fix,

@@ -21,7 +21,7 @@ from meshloom.plan.constants_file import GivenConstants, read_constants
 from meshloom.plan.faults import shortened, with_values
 from meshloom.plan.fitting import GIB, Case, Look, changes_that_fit, where_else
 from meshloom.plan.forecast import Forecast, Group
-from meshloom.plan.hardware import find_device, names_of_devices
+from meshloom.plan.hardware import Device, find_device, names_of_devices
 from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.memory import CHECKPOINT, checkpoint_bytes_each, compute_bytes, on_gpu, trainable_parameters
@@ -150,21 +150,10 @@ def look_ahead(
     Raises:
         UnknownFamily: if the model's parameters cannot be counted by its config.json.
     """
-    gpu = on_gpu(settings.device)
-    device = find_device(settings.cluster.device) if settings.cluster.device is not None and gpu else None
     moves = any(stay.moves for stay in stays(settings, layout))
-    if device is None and layout.topology.num_devices == 1 and not moves:
+    if _device(settings) is None and layout.topology.num_devices == 1 and not moves:
         return None
-    case = Case(
-        settings=settings,
-        model=count_parameters(folder.config),
-        divisible=Divisible.of(folder.text_config),
-        adapters=None if settings.model.lora is None else trainable_parameters(settings, folder),
-        memory=device_memory if gpu else None,
-        device=device,
-        machine=devices_of_machine(),
-        constants=_constants(settings).constants,
-    )
+    case = case_of(settings, folder, device_memory)
     look = case.look({})
     held = (line for group in look.groups for line in _memory_lines(look, group))
     lacks = _check_memory(found, look)
@@ -175,6 +164,35 @@ def look_ahead(
         tight=lacks is not _Lack.NOTHING,
         groups=look.groups,
         forecast=None if lacks is _Lack.ALL else look.forecast,
+    )
+
+
+def _device(settings: TrainSettings) -> Device | None:
+    """What the devices are; none if that is not given, or they are no GPUs."""
+    name = settings.cluster.device
+    return find_device(name) if name is not None and on_gpu(settings.device) else None
+
+
+def case_of(settings: TrainSettings, folder: ModelFolder, device_memory: int | None) -> Case:
+    """A run, to be forecast.
+
+    Args:
+        settings: of the run, with what its device map and the kind of its devices say.
+        folder: its model.
+        device_memory: bytes of a GPU; none if that is not known.
+
+    Raises:
+        UnknownFamily: if the model's parameters cannot be counted by its config.json.
+    """
+    return Case(
+        settings=settings,
+        model=count_parameters(folder.config),
+        divisible=Divisible.of(folder.text_config),
+        adapters=None if settings.model.lora is None else trainable_parameters(settings, folder),
+        memory=device_memory if on_gpu(settings.device) else None,
+        device=_device(settings),
+        machine=devices_of_machine(),
+        constants=_constants(settings).constants,
     )
 
 

@@ -23,6 +23,9 @@ MOST = 10
 """Arrangements of different kinds that are found."""
 _MOST_LOOKS = 1500
 """Closer looks after which a search ends with what it has; runs that are hard to fit on thousands of devices take so many."""
+_COMPARED = 60
+"""Closer looks for the fastest placement of another kind than all that were found: with or without devices of its own for
+generation."""
 
 
 class _Known(IntEnum):
@@ -42,7 +45,7 @@ class Found:
     """What a search has found.
 
     Args:
-        best: of each kind the best arrangement, the fastest first.
+        best: of each kind the best arrangement, the fastest first; the last may be there for comparison.
         lacking: of each way to share out the devices what the arrangement that came nearest lacks, where none fits.
         considered: arrangements that there were.
         weighed: of them, those that were forecast.
@@ -62,6 +65,7 @@ def search(
     *,
     most: int = MOST,
     allowed: Callable[[TrainSettings, Arrangement], bool] | None = None,
+    accepted: Callable[[Weighed], bool] | None = None,
 ) -> Found:
     """The fastest arrangements that fit, each of another kind.
 
@@ -70,42 +74,63 @@ def search(
         scales: that weigh them.
         most: to be found.
         allowed: whether an arrangement may be chosen; none if all may.
+        accepted: a last look at what would be chosen; none if it needs none.
     """
-    return _Search(scales, most, allowed).run(families)
+    return _Search(scales, most, allowed, accepted).run(families)
 
 
 class _Search:
     """The queue, and what came out of it."""
 
-    def __init__(self, scales: Scales, most: int, allowed: Callable[[TrainSettings, Arrangement], bool] | None) -> None:
-        self.scales, self.most, self.allowed = scales, most, allowed
+    def __init__(
+        self,
+        scales: Scales,
+        most: int,
+        allowed: Callable[[TrainSettings, Arrangement], bool] | None,
+        accepted: Callable[[Weighed], bool] | None,
+    ) -> None:
+        self.scales, self.most, self.allowed, self.accepted = scales, most, allowed, accepted
         self.found, self.queue, self._ties = Found(), list[_Entry](), count()
         self._lacking: dict[object, tuple[Arrangement, Lack]] = {}
-        self._looks = 0
+        self._kinds: set[object] = set()
+        self._looks, self._most_looks = 0, _MOST_LOOKS
 
     def run(self, families: Iterable[Family]) -> Found:
         """Look until enough is found or nothing is left."""
         for family in families:
             self.found.considered += len(family)
             self._push(self.scales.family_bound(family), _Known.FAMILY, family)
-        kinds: set[object] = set()
-        while self.queue and len(self.found.best) < self.most:
-            _, known, _, item = heapq.heappop(self.queue)
-            if self._looks >= _MOST_LOOKS and not isinstance(item, Weighed):
-                self.found.complete = False
-                continue
-            if isinstance(item, Weighed):
-                if item.arrangement.kind not in kinds:
-                    self.found.best.append(item)
-                kinds.add(item.arrangement.kind)
-            elif isinstance(item, Family):
-                self._open(item)
-            elif item.kind not in kinds:
-                self._look_closer(item, known)
+        self._draw(lambda: len(self.found.best) < self.most)
+        if self.found.best and len({weighed.arrangement.colocated for weighed in self.found.best}) == 1:
+            self._other_pools(not self.found.best[0].arrangement.colocated)
         fits = {_pools(weighed.arrangement) for weighed in self.found.best}
         fits |= {_pools(entry[3].arrangement) for entry in self.queue if isinstance(entry[3], Weighed)}
         self.found.lacking = [pair for pools, pair in self._lacking.items() if pools not in fits]
         return self.found
+
+    def _draw(self, wants: Callable[[], bool]) -> None:
+        """Take from the queue what takes least, until nothing more is wanted."""
+        while self.queue and wants():
+            _, known, _, item = heapq.heappop(self.queue)
+            if self._looks >= self._most_looks and not isinstance(item, Weighed):
+                self.found.complete = self.found.complete and not wants()
+            elif isinstance(item, Weighed):
+                if item.arrangement.kind not in self._kinds and (self.accepted is None or self.accepted(item)):
+                    self.found.best.append(item)
+                    self._kinds.add(item.arrangement.kind)
+            elif isinstance(item, Family):
+                self._open(item)
+            elif item.kind not in self._kinds:
+                self._look_closer(item, known)
+
+    def _other_pools(self, colocated: bool) -> None:
+        """The fastest that shares out the devices in the other way, for comparison."""
+        count, complete = len(self.found.best), self.found.complete
+        self._most_looks = self._looks + _COMPARED
+        self.queue = [entry for entry in self.queue if _arrangement(entry).colocated is colocated]
+        heapq.heapify(self.queue)
+        self._draw(lambda: len(self.found.best) == count)
+        self.found.complete = complete
 
     def _push(self, seconds: float, known: _Known, item: Family | Arrangement | Weighed) -> None:
         heapq.heappush(self.queue, (seconds, known, next(self._ties), item))
@@ -130,6 +155,14 @@ class _Search:
             self._push(answer.step_s, _Known.FORECAST, answer)
         else:
             self._push(answer, _Known.CLOSER, arrangement)
+
+
+def _arrangement(entry: _Entry) -> Arrangement:
+    """The arrangement of an entry, or one of its family."""
+    item = entry[3]
+    if isinstance(item, Family):
+        return next(item.arrangements())
+    return item.arrangement if isinstance(item, Weighed) else item
 
 
 def _pools(arrangement: Arrangement) -> object:
