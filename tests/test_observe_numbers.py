@@ -138,10 +138,8 @@ def test_each_phase_has_the_peak_of_its_own_time(monkeypatch: pytest.MonkeyPatch
         gpu.hold(10)
     assert memory.take() == {
         "peak_memory_bytes/generate": 90.0,
-        "peak_memory_bytes/score": 30.0,
         "peak_memory_bytes/update": 70.0,
         "reserved_memory_bytes/generate": 180.0,
-        "reserved_memory_bytes/score": 60.0,
         "reserved_memory_bytes/update": 140.0,
     }
     assert set(memory.take()) == set()

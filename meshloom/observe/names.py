@@ -133,6 +133,9 @@ PHASES: dict[str, Phase] = {
 }
 """The phases of a step by name, in the order they run."""
 
+MEMORY_PHASES = ("generate", "log_prob", "reference", "update")
+"""Phases whose memory is recorded, and that a plan has a ledger of."""
+
 _OF_PHASES = tuple(
     _metric(f"{name}/{phase.name}", f"{label}, {phase.label.lower()}", U.BYTES, B.DOWN, S.SPEED, meaning)
     for name, label, meaning in (
@@ -143,7 +146,7 @@ _OF_PHASES = tuple(
             "Most bytes that the allocator held of the GPU in this phase of the step.",
         ),
     )
-    for phase in PHASES.values()
+    for phase in (PHASES[phase] for phase in MEMORY_PHASES)
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in (*_ALL, *_OF_PHASES)}

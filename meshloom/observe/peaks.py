@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from meshloom.observe.names import MEMORY_PHASES
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -82,9 +84,11 @@ class PhaseMemory:
         self._phase = phase
 
     def take(self) -> dict[str, float]:
-        """Peaks by phase as metrics, ``peak_memory_bytes/PHASE`` and ``reserved_memory_bytes/PHASE``; counting begins anew."""
+        """Peaks of ``MEMORY_PHASES`` as metrics, ``peak_memory_bytes/PHASE`` and ``reserved_memory_bytes/PHASE``; counting begins
+        anew."""
         self._settle()
-        peaks, self._peaks = self._peaks, {}
+        peaks = {phase: self._peaks[phase] for phase in MEMORY_PHASES if phase in self._peaks}
+        self._peaks = {}
         allocated = {f"peak_memory_bytes/{phase}": float(peak.allocated) for phase, peak in peaks.items()}
         return allocated | {f"reserved_memory_bytes/{phase}": float(peak.reserved) for phase, peak in peaks.items()}
 
