@@ -311,6 +311,8 @@ def flipped_bit(where: str, together: bool) -> str:
         class Lossy:
             """A place that forgets what was put there."""
 
+            def begin(self) -> None: ...
+
             def views(self, asked: str, box: Box) -> Any:
                 for part, place in to.views(asked, box):
                     yield part, _Forgets(place) if asked == name else place

@@ -108,7 +108,8 @@ def fill(module: nn.Module, named: Sequence[tuple[str, str]], path: str | Path, 
             parameter = parameters[name]
             if not parameter.is_meta:
                 continue
-            local = files.read(source, box_of(parameter, mesh)).to(mesh.device, parameter.dtype)
+            # A copy: what is read lies on memory that could not be given up while the model is moved away.
+            local = files.read(source, box_of(parameter, mesh)).to(mesh.device, parameter.dtype, copy=True)
             whole = DTensor.from_local(
                 local.contiguous(),
                 parameter.device_mesh,

@@ -21,9 +21,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from meshloom.config.errors import RunFault
 from meshloom.plan.residency import Residency
 from meshloom.plan.stays import Part
+from meshloom.train.mesh_model import MeshModel
 from meshloom.train.model import TrainedModel
 from meshloom.train.optimizer import Optimizer
-from meshloom.train.shelves import Arrival, DiskShelf, HostShelf, Shelf, empty
+from meshloom.train.shelves import Arrival, DiskShelf, HostShelf, Shelf, empty, own_storages
 
 Tag = tuple[int, tuple[tuple[int, int], ...]]
 """Updates made, and where each storage is with how many bytes: the same means unchanged."""
@@ -70,7 +71,7 @@ class ResidentModel:
         self.require(part, Residency.DEVICE)
         self.wait(part)
         _reshard(self.model.module)
-        self._own_storages(part)
+        own_storages(local(tensor) for _, tensor in _tensors(self.model, part))
         groups = self._groups(part)
         if self._kept.get(part) == self._tag(groups):
             empty(groups)
@@ -131,14 +132,15 @@ class ResidentModel:
             shelf.close()
 
     def _watch_passes(self) -> None:
-        """Before the decoder is called, what is in no layer must be there; before each layer, that layer."""
+        """Before a pass, what is in no layer must be there; before each layer, that layer. A pass of a sharded model begins
+        with the gathering of shards."""
 
         def before(group: int | None) -> Callable[..., None]:
             return lambda *_: self._need(Part.PARAMETERS, group)
 
         layered = bool(self._layers)
-        decoder = self.model.decoder
-        decoder.register_forward_pre_hook(before(0 if layered else None), prepend=True)
+        outermost = self.model.root if isinstance(self.model, MeshModel) else self.model.decoder
+        outermost.register_forward_pre_hook(before(0 if layered else None), prepend=True)
         for number, layer in enumerate(self._layers, 1):
             layer.register_forward_pre_hook(before(number), prepend=True)
 
@@ -165,20 +167,6 @@ class ResidentModel:
     def _tag(self, groups: list[list[UntypedStorage]]) -> Tag:
         updates = 0 if self.model.optimizer is None else self.model.optimizer.updates
         return updates, tuple((storage.data_ptr(), storage.nbytes()) for group in groups for storage in group)
-
-    def _own_storages(self, part: Part) -> None:
-        """Give tensors whose storage can lose no bytes (those read from files on a processor) storages of their own, shared
-        as before."""
-        fixed: dict[int, list[Tensor]] = {}
-        for _, tensor in _tensors(self.model, part):
-            here = local(tensor)
-            if not here.untyped_storage().resizable():
-                fixed.setdefault(here.untyped_storage()._cdata, []).append(here)
-        for tensors in fixed.values():
-            whole = tensors[0].untyped_storage().clone()
-            for here in tensors:
-                moved = torch.empty(0, dtype=here.dtype, device=here.device)
-                here.data = moved.set_(whole, here.storage_offset(), here.shape, here.stride())
 
     def _fault(self, part: Part, why: str) -> RunFault:
         return RunFault(f"the {part} of the {self.role} are not where the plan has them", where="offload", why=why)

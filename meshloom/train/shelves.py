@@ -11,7 +11,7 @@ and the device; nothing waits for them but the arrivals that are asked for.
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -347,6 +347,20 @@ def fill(groups: Groups, sizes: Sequence[Sequence[int]]) -> None:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor of the processor. Going through numpy would fix its storage's size for good."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def own_storages(tensors: Iterable[Tensor]) -> None:
+    """Give tensors whose storage cannot lose its bytes (read from files on a processor) one that can, shared as before."""
+    fixed: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if not storage.resizable():
+            fixed.setdefault(storage._cdata, []).append(tensor)
+    for sharing in fixed.values():
+        whole = sharing[0].untyped_storage().clone()
+        for tensor in sharing:
+            moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor.data = moved.set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _write_after(done: torch.cuda.Event, handle: int, source: Tensor, place: int) -> None:

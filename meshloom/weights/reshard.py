@@ -24,7 +24,8 @@ from meshloom.weights.routes import ALIGNMENT, Bucket, Message, Piece, make_sche
 from meshloom.weights.shards import Giver, Taker
 from meshloom.weights.transport import Posted, Transport
 
-BUCKET_BYTES = 1 << 28
+BUCKET_BYTES = 1 << 27
+"""Four of them are what the plan counts for a movement."""
 _SLOTS = 2
 
 
@@ -60,6 +61,7 @@ class Resharder:
         bucket_bytes: bound on what is sent or received at once.
         together: send what several ranks need to all of them at once, from one sender.
         nodes: machine of each rank of the world, if they are on several.
+        keep_buffers: between movements; false gives their memory back after each.
 
     Raises:
         RunFault: on all ranks, if the two sides do not agree; it names the tensor.
@@ -75,6 +77,7 @@ class Resharder:
         bucket_bytes: int = BUCKET_BYTES,
         together: bool = True,
         nodes: Sequence[int] | None = None,
+        keep_buffers: bool = True,
     ) -> None:
         self._group = dist.group.WORLD if group is None else group
         self._rank, self._device = dist.get_rank(), device
@@ -89,15 +92,15 @@ class Resharder:
         self._transport = Transport(self.schedule, self._group, self._rank)
         self._sends = [bucket.sent(self._rank) for bucket in self.schedule.buckets]
         self._receives = [bucket.received(self._rank) for bucket in self.schedule.buckets]
-        sizes = self.schedule.buffer_bytes(self._rank)
-        self._out, self._in = (
-            [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_SLOTS)] for size in sizes
-        )
+        self._keep_buffers = keep_buffers
+        self._sizes = self.schedule.buffer_bytes(self._rank)
+        self._out: list[Tensor] = []
+        self._in: list[Tensor] = []
 
     @property
     def buffer_bytes(self) -> int:
-        """Of this rank, for as long as it lives."""
-        return sum(buffer.nbytes for buffer in (*self._out, *self._in))
+        """Of this rank, in a movement."""
+        return _SLOTS * sum(self._sizes)
 
     @torch.no_grad()
     def move(self, version: int) -> Resharded:
@@ -110,8 +113,10 @@ class Resharder:
             RunFault: on all ranks, if a part did not arrive as it was sent, or ranks move different versions.
         """
         began = time.monotonic()
-        if self._giver is not None:
-            self._giver.begin()
+        for side in (self._giver, self._taker):
+            if side is not None:
+                side.begin()
+        self._take_buffers()
         proof = Proof(self._sends, self._receives, self._device)
         flying: Posted | None = None
         for number, bucket in enumerate(self.schedule.buckets):
@@ -123,6 +128,8 @@ class Resharder:
             flying = posted
         if flying is not None:
             self._land(flying, len(self.schedule.buckets) - 1, proof)
+        if not self._keep_buffers:
+            self._out, self._in = [], []
         checksum = proof.compare(self.agreed, self.schedule, self._group, self._rank, version)
         sent, received, local = self.schedule.moved_bytes(self._rank)
         return Resharded(
@@ -134,6 +141,13 @@ class Resharder:
             seconds=time.monotonic() - began,
             checksum=checksum,
         )
+
+    def _take_buffers(self) -> None:
+        if not self._out:
+            self._out, self._in = (
+                [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(_SLOTS)]
+                for size in self._sizes
+            )
 
     def _with_buffers(self, number: int) -> list[tuple[Message, Tensor]]:
         """The messages of a bucket that this rank sends or receives, in their order, with their bytes."""

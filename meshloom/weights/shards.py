@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshloom.weights.layouts import Box, box_of
@@ -53,6 +53,10 @@ class Taker(Protocol):
 
     def parts(self) -> dict[str, Part]:
         """What is needed of each tensor, by name."""
+        ...
+
+    def begin(self) -> None:
+        """A movement begins: places may have moved since the last one."""
         ...
 
     def views(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
@@ -105,8 +109,42 @@ class TensorTaker:
     def parts(self) -> dict[str, Part]:
         return {name: Part(shape, (box,), tensor.dtype) for name, (shape, box, tensor) in self._held.items()}
 
+    def begin(self) -> None:
+        """Nothing: the tensors stay where they are."""
+
     def views(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
         _, held, tensor = self._held[name]
+        yield box, box.of(tensor, held)
+
+
+class ModuleTaker:
+    """A module's parameters, looked up at each movement: an engine may have laid them elsewhere since.
+
+    Args:
+        module: whose parameters are filled; tied ones once, under their first name.
+        held: of each parameter, by name: the shape of the whole tensor and the box that it is; whole tensors where it is not
+            named.
+    """
+
+    def __init__(self, module: nn.Module, held: Mapping[str, tuple[tuple[int, ...], Box]] | None = None) -> None:
+        self._module, self._held = module, dict(held or {})
+        self._now: dict[str, Tensor] = {}
+
+    def parts(self) -> dict[str, Part]:
+        found = {}
+        for name, parameter in self._module.named_parameters():
+            shape, box = self._held.get(name, (tuple(parameter.shape), Box.whole(parameter.shape)))
+            if box.shape != tuple(parameter.shape):
+                raise ValueError(f"{name} is {list(parameter.shape)}, and is to hold {box}")
+            found[name] = Part(shape, (box,), parameter.dtype)
+        return found
+
+    def begin(self) -> None:
+        self._now = {name: parameter.detach() for name, parameter in self._module.named_parameters()}
+
+    def views(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
+        tensor = self._now[name]
+        held = self._held[name][1] if name in self._held else Box.whole(tensor.shape)
         yield box, box.of(tensor, held)
 
 
@@ -137,6 +175,9 @@ class PlacedTaker:
             name: Part(self._shapes[name], tuple(box for box, _ in places), places[0][1].dtype)
             for name, places in self._places.items()
         }
+
+    def begin(self) -> None:
+        """Nothing: the places stay where they are."""
 
     def views(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
         for held, target in self._places[name]:

@@ -1,0 +1,113 @@
+"""What ranks do in tests of models over a mesh whose parts leave, or whose weights go to engines."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshloom.plan.residency import Residency
+from meshloom.plan.stays import Part
+from meshloom.train.load import load_model
+from meshloom.train.mesh_model import MeshModel
+from meshloom.train.residency import ResidentModel
+from meshloom.weights.engine_copy import EngineCopy
+from meshloom.weights.mesh_giver import MeshGiver
+from meshloom.weights.reshard import Resharder
+from tests.mesh_checks import CPU, UPDATES, Axes, Outcome, local_part, make_batch, mesh_of, model_on, weighted
+from tests.movement_checks import fault_of
+
+
+def train_with_moves(
+    meshes: list[tuple[Axes, list[int]]], folder: str, place: Residency, files: Path, lora: bool = False
+) -> Outcome:
+    """``mesh_checks.train_on`` with every part away between the verbs that need it."""
+    mesh = mesh_of(meshes)
+    model = model_on(mesh, folder, lora=lora)
+    around = ResidentModel("actor", model, dict.fromkeys(Part, place), folder=files, rank=dist.get_rank())
+    losses, norms, logprobs = [], [], []
+    for step in range(UPDATES):
+        batch = local_part(make_batch(step), mesh)
+        for part in Part:
+            around.park(part)
+        assert held_bytes(model) == 0
+        assert "while it is on the" in fault_of(lambda: model.forward(batch, temperature=0.9))  # noqa: B023
+        for part in Part:
+            around.fetch(part)
+        losses.append(float(model.forward_backward(batch, weighted, temperature=0.9)["loss"]))
+        norms.append(model.optim_step(UPDATES).grad_norm)
+        around.park(Part.OPTIMIZER)
+        logprobs.append(torch.stack(model.forward(batch, temperature=0.9)))
+        around.fetch(Part.OPTIMIZER)
+    whole = {name: tensor.full_tensor() for name, tensor in model.weights()}
+    around.close()
+    return Outcome(losses, norms, logprobs, whole if mesh.rank == 0 else {})
+
+
+def held_bytes(model: MeshModel) -> int:
+    """Of parameters and moments."""
+    tensors = [*model.module.parameters(), *model.optimizer.state_tensors().values()]
+    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor.numel() > 1)
+    return sum(part.untyped_storage().nbytes() for part in parts)
+
+
+def feed_engines(
+    meshes: list[tuple[Axes, list[int]]], folder: str, engines: list[int], dtype: torch.dtype, lora: bool = False
+) -> list[str]:
+    """Bring a trained model's weights to whole copies; names of tensors that are not what they should be."""
+    mesh = mesh_of(meshes)
+    model = model_on(mesh, folder, lora=lora) if dist.get_rank() in meshes[0][1] else None
+    copy = EngineCopy(load_model(folder, dtype, CPU)) if dist.get_rank() in engines else None
+    resharder = Resharder(
+        None if model is None else MeshGiver(model),
+        None if copy is None else copy.taker,
+        device=CPU,
+        bucket_bytes=20_000,
+        keep_buffers=False,
+    )
+    wrong: list[str] = []
+    for step in range(2):
+        if model is not None:
+            model.forward_backward(local_part(make_batch(step), mesh), weighted, temperature=0.9)
+            model.optim_step(UPDATES)
+        if copy is not None:
+            copy.empty()
+            assert copy.num_bytes == 0
+            copy.take_memory()
+        resharder.move(step)
+        wrong += _unlike(model, copy, dtype)
+    return wrong
+
+
+def _unlike(model: MeshModel | None, copy: EngineCopy | None, dtype: torch.dtype) -> list[str]:
+    """Names of a copy's tensors that are not the trainer's, gathered whole."""
+    whole: list[dict[str, torch.Tensor]] = [{}]
+    if model is not None:
+        gathered = {
+            name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.module.named_parameters()
+        }
+        whole[0] = {name: tensor.detach().clone() for name, tensor in gathered.items()}
+    dist.broadcast_object_list(whole, src=0)
+    if copy is None:
+        return []
+    found = dict(copy.module.named_parameters())
+    return [
+        name for name, value in merged(whole[0]).items() if not torch.allclose(found[name], value.to(dtype), rtol=1e-6)
+    ]
+
+
+def merged(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights with their adapters, rank 4 and alpha 32, under the names of the folder."""
+    found = {}
+    for name, tensor in whole.items():
+        if ".lora_" in name:
+            continue
+        stem = name.removesuffix(".base_layer.weight")
+        if stem != name:
+            down, up = (whole[f"{stem}.lora_{kind}.default.weight"] for kind in "AB")
+            tensor = tensor + SCALE * up @ down
+        found[name.removeprefix("base_model.model.").replace(".base_layer.", ".")] = tensor
+    return found
+
+
+SCALE = 32 / 4

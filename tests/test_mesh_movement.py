@@ -1,0 +1,45 @@
+"""Models over a mesh: their parts leave and come back, and their weights go to engines of other layouts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshloom.plan.residency import Residency
+from tests import mesh_movement_checks
+from tests.mesh_checks import Axes, assert_same, folder_of, in_one_process
+from tests.ranks import Ranks
+
+Meshes = list[tuple[Axes, list[int]]]
+PAIRS: Meshes = [((("fsdp", 2),), [0, 1]), ((("tp", 2),), [2, 3])]
+BOTH: Meshes = [((("fsdp", 2), ("tp", 2)), [0, 1, 2, 3])]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def test_sharded_parts_that_leave_between_verbs_change_nothing(
+    four_ranks: Ranks, folders: Path, tmp_path: Path
+) -> None:
+    folder = folder_of(folders, "qwen3")
+    expected = in_one_process(folder)
+    found = four_ranks.run(mesh_movement_checks.train_with_moves, PAIRS, folder, Residency.HOST, tmp_path)
+    assert_same(found[:2], expected, places=2)
+    assert_same(found[2:3], expected, places=1)
+    found = four_ranks.run(mesh_movement_checks.train_with_moves, BOTH, folder, Residency.DISK, tmp_path)
+    assert_same(found[::2], expected, places=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_engines_get_what_gathering_whole_tensors_gives(four_ranks: Ranks, folders: Path) -> None:
+    """Uneven shards and a tied table; adapters are merged on the way."""
+    tied = folder_of(folders, "qwen2", attention_bias=False)
+    three: Meshes = [((("fsdp", 3),), [0, 1, 2]), ((), [3])]
+    for engines, dtype in (([0, 1, 2], torch.float32), ([1, 3], torch.bfloat16)):
+        assert four_ranks.run(mesh_movement_checks.feed_engines, three, tied, engines, dtype) == [[]] * 4
+    folder = folder_of(folders, "qwen3")
+    for meshes, lora in ((BOTH, False), (three, True)):
+        arguments = (meshes, folder, [0, 3], torch.float32, lora)
+        assert four_ranks.run(mesh_movement_checks.feed_engines, *arguments) == [[]] * 4
