@@ -31,6 +31,11 @@ class Turns:
         self._waiting: deque[object] = deque()
         self._taken = False
 
+    @property
+    def waiting(self) -> int:
+        """How many wait for a turn."""
+        return len(self._waiting)
+
     @contextmanager
     def turn(self, *, first: bool = False) -> Iterator[None]:
         """Wait for a turn, and have it inside."""
@@ -143,7 +148,7 @@ class RemoteEngine:
 
     def _generate(self, requests: Sequence[Request], deadline_s: float) -> Iterator[Completion]:
         told: queue.SimpleQueue[list[Completion] | _End] = queue.SimpleQueue()
-        shares = self._spread(requests)
+        shares = self.spread(requests)
         for replica, share in shares:
             run = partial(self._run, replica, share, deadline_s, told)
             threading.Thread(target=run, name=f"generation on rank {replica.ranks[0]}", daemon=True).start()
@@ -157,8 +162,9 @@ class RemoteEngine:
             else:
                 waiting -= 1
 
-    def _spread(self, requests: Sequence[Request]) -> list[tuple[Replica, list[Request]]]:
-        """Each request to the replica that has least to do, by the most tokens that it may yet generate; the largest first."""
+    def spread(self, requests: Sequence[Request]) -> list[tuple[Replica, list[Request]]]:
+        """Each request to the replica that has least to do, by the most tokens that it may yet generate; the largest first.
+        What is spread counts as work of its replica until that has told its end."""
         order = sorted(range(len(requests)), key=lambda i: (-_tokens(requests[i]), i))
         shares: dict[int, list[int]] = {}
         with self._spreading:

@@ -1,0 +1,118 @@
+"""Replicas of an engine: turns, shares, and samples on their way between processes."""
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshloom.fabric.wire import decode, encode
+from meshloom.loop.model_role import in_order, merged
+from meshloom.loop.replicas import RemoteEngine, Turns
+from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
+from meshloom.rollout.travel import Completions
+from meshloom.samples import Samples
+
+TOKENS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(-1e9, 0), st.integers(0, 9)), max_size=5)
+
+
+@st.composite
+def completions(draw: st.DrawFn) -> Completion:
+    tokens = draw(TOKENS)
+    return Completion(
+        request_id=draw(st.integers(0, 2**62)),
+        index=draw(st.integers(0, 99)),
+        ids=[token for token, _, _ in tokens],
+        logprobs=[logprob for _, logprob, _ in tokens],
+        versions=[version for _, _, version in tokens],
+        finish=draw(st.sampled_from(FinishReason)),
+    )
+
+
+@given(st.lists(completions(), max_size=4))
+def test_samples_come_out_of_the_wire_as_they_went_in(given: list[Completion]) -> None:
+    """Log-probabilities to the last bit, samples without tokens too."""
+    header, blobs = encode(Completions.of(given))
+    assert decode(header, blobs).each() == given
+
+
+def request(number: int, prompt: int = 3, samples: int = 2, longest: int = 10) -> Request:
+    params = SamplingParams(max_tokens=longest)
+    return Request(id=number, prompt_ids=[1] * prompt, params=params, seeds=list(range(samples)))
+
+
+def engine(replicas: int) -> RemoteEngine:
+    ranks = [[rank] for rank in range(replicas)]
+    return RemoteEngine(None, ranks, vocabulary=10, move_weights=lambda version: None, takes_turns=True)
+
+
+def shares(found: RemoteEngine, requests: Sequence[Request]) -> dict[int, list[int]]:
+    return {replica.ranks[0]: [each.id for each in share] for replica, share in found.spread(requests)}
+
+
+def test_prompts_go_to_the_replica_with_least_to_do() -> None:
+    """Whole prompts, the same number for each; and what a replica has not finished counts."""
+    found = engine(2)
+    assert shares(found, [request(i) for i in range(6)]) == {0: [0, 2, 4], 1: [1, 3, 5]}
+    assert shares(found, [request(6, longest=100)]) == {0: [6]}
+    assert shares(found, [request(i) for i in range(7, 11)]) == {1: [7, 8, 9, 10]}
+
+
+def test_a_replica_without_a_prompt_is_left_alone() -> None:
+    assert shares(engine(4), [request(0), request(1)]) == {0: [0], 1: [1]}
+
+
+def test_what_no_engine_could_answer_is_refused_before_it_travels() -> None:
+    bad = Request(id=0, prompt_ids=[10], params=SamplingParams(max_tokens=1), seeds=[0])
+    with pytest.raises(ValueError, match="outside the model's 0 to 9"):
+        engine(1).generate([bad], deadline_s=1.0)
+
+
+def test_turns_are_taken_in_order_and_weights_go_first() -> None:
+    turns, order = Turns(), []
+    held, queued = threading.Event(), [threading.Event() for _ in range(3)]
+
+    def take(name: str, first: bool, ready: threading.Event) -> None:
+        ready.set()
+        with turns.turn(first=first):
+            order.append(name)
+
+    threads = []
+    with turns.turn():
+        for number, (name, first) in enumerate((("one", False), ("two", False), ("weights", True))):
+            thread = threading.Thread(target=take, args=(name, first, queued[number]))
+            thread.start()
+            queued[number].wait(10)
+            while turns.waiting <= number:
+                held.wait(0.001)
+            threads.append(thread)
+        assert order == []
+    for thread in threads:
+        thread.join(10)
+    assert order == ["weights", "one", "two"]
+
+
+def test_a_turn_that_raises_is_given_back() -> None:
+    turns = Turns()
+    with pytest.raises(RuntimeError), turns.turn():
+        raise RuntimeError
+    with turns.turn():
+        assert turns.waiting == 0
+
+
+def test_answers_of_replicas_stand_in_the_order_of_the_samples() -> None:
+    lengths = torch.tensor([2, 1, 3, 1])
+    samples = Samples(lengths, {"ids": torch.arange(7)})
+    parts = [[1, 2], [], [0, 3]]
+    found = [{"ids": samples.select(part)["ids"]} if part else {"ids": torch.zeros(0)} for part in parts]
+    assert torch.equal(in_order(samples, parts, found)["ids"], samples["ids"])
+
+
+def test_reports_of_replicas_add_up_and_one_without_samples_reports_its_loss_alone() -> None:
+    whole = {"loss": torch.tensor(2.0), "entropy": torch.tensor(3.0)}
+    assert merged([whole, {"loss": torch.tensor(0.0)}, whole]) == {
+        "loss": torch.tensor(4.0),
+        "entropy": torch.tensor(6.0),
+    }
