@@ -1,19 +1,19 @@
-"""The actor's weights to the engines of other layouts and other ranks, one tensor at a time.
+"""The actor's weights to the engines of other layouts and other ranks.
 
-Owns: which rank gives, which take. Refuses to know: schedules, how the actor is cut. Always holds: no rank holds more than one
-whole tensor besides its own parts; every engine gets the same values, rounded to its dtype; adapters are merged on the way.
+Owns: which ranks take part, and the memory of an engine's copy around a movement. Refuses to know: schedules, how the actor is
+cut, how tensors travel (``weights.reshard``). Always holds: every engine gets the same values, rounded to its dtype, and proves
+it; adapters are merged on the way.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from meshloom.train.load_sharded import source_names
 from meshloom.train.mesh_model import MeshModel
+from meshloom.weights.engine_copy import EngineCopy
+from meshloom.weights.mesh_giver import MeshGiver
+from meshloom.weights.reshard import Resharded, Resharder
 
 
 class WeightMover:
@@ -21,63 +21,50 @@ class WeightMover:
 
     Args:
         actor: the model that is trained, if this rank has a part of it.
-        engine: the module that an engine here samples with, if it has weights of its own.
+        copy: what an engine here samples with, if it has weights of its own.
         actor_ranks: of the world, in the order of the actor's mesh.
         engine_ranks: of all engines.
         device: of this rank.
+        nodes: machine of each rank of the world.
+
+    ``last`` is the newest movement.
     """
 
     def __init__(
         self,
         actor: MeshModel | None,
-        engine: nn.Module | None,
+        copy: EngineCopy | None,
         actor_ranks: Sequence[int],
         engine_ranks: Sequence[int],
         device: torch.device,
+        nodes: Sequence[int],
     ) -> None:
-        self._actor, self._engine, self._device = actor, engine, device
-        apart = [rank for rank in engine_ranks if rank not in actor_ranks]
-        self._giver, members = actor_ranks[0], [actor_ranks[0], *apart]
-        group = dist.new_group(members) if apart else None
-        self._group = group if dist.get_rank() in members else None
+        self.last: Resharded | None = None
+        self._copy = copy
+        members = sorted({*actor_ranks, *engine_ranks})
+        group = None if len(members) == dist.get_world_size() else dist.new_group(members)
+        self._resharder: Resharder | None = None
+        if actor is not None or copy is not None:
+            self._resharder = Resharder(
+                None if actor is None else MeshGiver(actor),
+                None if copy is None else copy.taker,
+                group=group,
+                device=device,
+                nodes=nodes,
+                # Where engines take turns with the trainer, its passes need the memory.
+                keep_buffers=not set(actor_ranks) & set(engine_ranks),
+            )
 
-    @torch.no_grad()
-    def move(self) -> None:
-        """Give or take every tensor once; due on all ranks of actor and engines at once."""
-        targets = {} if self._engine is None else dict(self._engine.named_parameters())
-        if self._actor is None:
-            for target in targets.values():
-                dist.broadcast(target.data, src=self._giver, group=self._group)
+    def move(self, version: int) -> None:
+        """Give or take every tensor once; due on all ranks of actor and engines at once.
+
+        Raises:
+            RunFault: on all of them, if a tensor did not arrive; it is named.
+        """
+        if self._resharder is None:
             return
-        for name, tensor in self._whole():
-            if self._group is not None:
-                dist.broadcast(tensor, src=self._giver, group=self._group)
-            if name in targets:
-                targets[name].copy_(tensor)
-
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of the folder, whole, in the order of the model's parameters."""
-        module = self._actor.module
-        parameters, adapted = dict(module.named_parameters()), _adapted(module)
-        for name, source in source_names(module):
-            tensor = _full(parameters[name])
-            if (layer := adapted.get(name)) is not None:
-                down, up = (_full(part["default"].weight).float() for part in (layer.lora_A, layer.lora_B))
-                tensor = torch.addmm(tensor.float(), up, down, alpha=layer.scaling["default"])
-            yield source, tensor.to(self._actor.compute)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _adapted(module: nn.Module) -> dict[str, Any]:
-    """Layers with an adapter, by the name of their base weight."""
-    if not hasattr(module, "peft_config"):
-        return {}
-    from peft.tuners.lora import LoraLayer
-
-    return {
-        f"{name}.base_layer.weight": child for name, child in module.named_modules() if isinstance(child, LoraLayer)
-    }
+        if self._copy is not None:
+            self._copy.take_memory()
+        self.last = self._resharder.move(version)
+        if self._copy is not None:
+            self._copy.is_filled = True

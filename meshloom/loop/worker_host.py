@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshloom.config.errors import RunFault
 from meshloom.config.settings import OptimizerSettings, TrainSettings
 from meshloom.fabric.dispatch import GroupLayout, by_part, from_first
 from meshloom.fabric.seats import Seat
@@ -52,6 +53,7 @@ from meshloom.train.model import Loss, MicrobatchBound
 from meshloom.train.optimizer import StepStats
 from meshloom.train.shared_files import Spec
 from meshloom.train.snapshot import MODEL
+from meshloom.weights.engine_copy import EngineCopy
 
 _MOMENT_S = 0.02
 """Samples that finish within so many seconds of each other are told together."""
@@ -114,6 +116,7 @@ class WorkerHost:
         self._snapshot: MeshSnapshot | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._copy: EngineCopy | None = None
         self._mover: WeightMover | None = None
         self._residents: Residents | None = None
         self._noted: list[dict[str, Any]] = []
@@ -150,8 +153,10 @@ class WorkerHost:
             module = self._engine_module(checkpoint)
             self._engine = self._build_engine(module)
         if engine_owns_weights(settings, layout):
+            self._copy = None if module is None else EngineCopy(module)
             ranks = (ranks_of(layout.role(role)) for role in (Role.ACTOR, Role.ROLLOUT))
-            self._mover = WeightMover(self._models.get(Role.ACTOR), module, *ranks, self.device)
+            nodes = [rank // layout.topology.devices_per_node for rank in range(layout.topology.num_devices)]
+            self._mover = WeightMover(self._models.get(Role.ACTOR), self._copy, *ranks, self.device, nodes)
         models = {str(role): model for role, model in self._models.items()}
         self._residents = Residents(
             stays(settings, layout),
@@ -275,19 +280,27 @@ class WorkerHost:
 
     @verb()
     def sleep(self) -> None:
-        """Give up the memory of the engine's cache."""
+        """Give up the memory of the engine's cache, and of weights of its own."""
         self._need_engine().sleep()
+        if self._copy is not None:
+            self._copy.empty()
 
     @verb()
     def wake(self) -> None:
-        """Take it back."""
+        """Take the cache's back. Weights have theirs since they were moved.
+
+        Raises:
+            RunFault: if they were not moved since the engine went to sleep.
+        """
+        if self._copy is not None and not self._copy.is_filled:
+            raise RunFault("the engine wakes without weights", where="weights", why="none were moved since it slept")
         self._need_engine().wake()
 
     @verb()
     def move_weights(self, version: int) -> None:
         """Bring the actor's weights to the engine; called on all ranks of both."""
         if self._mover is not None:
-            self._mover.move()
+            self._mover.move(version)
         if self._engine is not None:
             self._engine.load_weights(version)
 
