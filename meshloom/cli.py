@@ -11,6 +11,7 @@ import argparse
 import difflib
 import errno
 import io
+import json
 import os
 import select
 import sys
@@ -73,6 +74,8 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _train_here(args: argparse.Namespace) -> int:
+    if args.device_map is not None:
+        args.settings = [*args.settings, f"placement.map={json.dumps(args.device_map)}"]
     if args.verl is None:
         return _run_training(load_given(TrainSettings, args.settings, resume=args.resume), args.resume)
     from meshloom.from_verl import settings_to_run
@@ -170,6 +173,7 @@ def _quickstart(args: argparse.Namespace) -> int:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     settings_arguments(parser, kind="train", resume=True)
+    parser.add_argument("--device-map", metavar="MAP.yaml", help="devices and parallelism of each role (placement.map)")
     verl_arguments(parser)
 
 

@@ -6,6 +6,7 @@ reach the store, which is what torchrun asks for too.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _PLACE, _OVER, _LEFT = "place", "over", "left"
 _CONNECT_S = 300
 _PART_S = 5.0
-_ROUND_S = 10.0
+_OVER_S, _ASK_S = 10.0, 0.2
 
 
 def attend_task(task: Task, command: Sequence[str]) -> int:
@@ -74,7 +75,7 @@ def _follow(task: Task, store: "Store") -> int:
     if code is None:
         with suppress(RuntimeError):
             # The run may have ended before this task had a part in it.
-            code = int(_get(store, _OVER, rounds=1))
+            code = int(_get(store, _OVER, within_s=_OVER_S))
     with suppress(RuntimeError):
         store.add(_LEFT, 1)
     return LOST_CODE if code is None else code
@@ -95,21 +96,19 @@ def _store(task: Task) -> "Store":
     return PrefixStore(f"meshloom/{task.key}", store)
 
 
-def _get(store: "Store", key: str, *, rounds: int | None = None) -> str:
+def _get(store: "Store", key: str, *, within_s: float = math.inf) -> str:
     """A value, once it is there.
 
     Raises:
-        RuntimeError: if the store is gone, or the value has not come in so many rounds of ten seconds.
+        RuntimeError: if the store is gone, or the value has not come in time.
     """
-    while rounds is None or rounds > 0:
-        try:
-            store.wait([key], timedelta(seconds=_ROUND_S))
-            return store.get(key).decode()
-        except RuntimeError as error:
-            if "timeout" not in str(error).lower():
-                raise
-        rounds = None if rounds is None else rounds - 1
-    raise RuntimeError(f"nobody has set {key}")
+    until = time.monotonic() + within_s
+    # Asking again and again: a wait whose deadline passes writes a warning each time.
+    while not store.check([key]):
+        if time.monotonic() > until:
+            raise RuntimeError(f"nobody has set {key}")
+        time.sleep(_ASK_S)
+    return store.get(key).decode()
 
 
 def _part(store: "Store", others: int) -> None:
