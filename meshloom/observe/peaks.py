@@ -84,8 +84,8 @@ class PhaseMemory:
         self._phase = phase
 
     def take(self) -> dict[str, float]:
-        """Peaks of ``MEMORY_PHASES`` as metrics, ``peak_memory_bytes/PHASE`` and ``reserved_memory_bytes/PHASE``; counting begins
-        anew."""
+        """Peaks of ``MEMORY_PHASES`` as metrics, ``peak_memory_bytes/PHASE`` and ``reserved_memory_bytes/PHASE``; counting
+        begins anew."""
         self._settle()
         peaks = {phase: self._peaks[phase] for phase in MEMORY_PHASES if phase in self._peaks}
         self._peaks = {}
