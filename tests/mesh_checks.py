@@ -113,14 +113,22 @@ def train_on(
     all_on_first: bool = False,
     changes: dict[str, bool] | None = None,
 ) -> Outcome:
-    """Three updates on a mesh, of several side by side; weights from its first rank alone."""
+    """Three updates on a mesh, of several side by side; weights from the first rank of each
+    stage alone."""
     mesh = mesh_of(meshes)
     model = model_on(mesh, folder, **(changes or {}))
     batches = [local_part(make_batch(step), mesh, all_on_first=all_on_first) for step in range(UPDATES)]
     found = updates(model, batches)
     whole = {name: tensor.full_tensor() for name, tensor in model.weights()}
-    found.weights.update(whole if mesh.rank == 0 else {})
+    first = mesh.rank % (len(mesh) // mesh.size("pp")) == 0
+    found.weights.update(whole if first else {})
     return found
+
+
+def with_all_weights(outcome: Outcome, stages: list[Outcome]) -> Outcome:
+    """The same with the weights that all stages have."""
+    weights = {name: tensor for stage in stages for name, tensor in stage.weights.items()}
+    return Outcome(outcome.losses, outcome.norms, outcome.logprobs, weights)
 
 
 def assert_same(

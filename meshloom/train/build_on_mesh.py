@@ -19,7 +19,9 @@ from meshloom.train.load_sharded import build_empty, fill, load_whole, source_na
 from meshloom.train.mesh import TrainMesh
 from meshloom.train.mesh_model import MeshModel
 from meshloom.train.model import MicrobatchBound
+from meshloom.train.pipeline import PipelineModel
 from meshloom.train.shard import Root, release, shard
+from meshloom.train.stages import keep_stage
 from meshloom.train.tensor_parallel import TensorCut, cut_layers
 from meshloom.train.threads import fit_threads
 
@@ -65,11 +67,13 @@ def build_model(
             _widen_adapters(module)
     if optimizer is None:
         module.requires_grad_(False)
+    tied = keep_stage(plain, mesh) if mesh.size("pp") > 1 else []
     cut = cut_layers(plain, mesh) if mesh.size("tp") > 1 else TensorCut()
     root = shard(module, mesh, compute=compute, reshard_after_forward=reshard_after_forward)
     fill(module, list(source_names(module)), folder, mesh)
-    _rehearse(root, mesh, cut)
-    return MeshModel(root, settings, bound, optimizer, mesh, compute=compute, cut=cut)
+    _rehearse(root, mesh, compute)
+    kind = PipelineModel if mesh.size("pp") > 1 else MeshModel
+    return kind(root, settings, bound, optimizer, mesh, compute=compute, cut=cut, tied=tied)
 
 
 def _refuse(lora: LoraSettings | None, mesh: TrainMesh) -> None:
@@ -89,22 +93,28 @@ def _widen_adapters(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _rehearse(root: Root, mesh: TrainMesh, cut: TensorCut) -> None:
-    """A first pass over a few tokens: parts take their places in memory, and the head is compared with the model's own.
+def _rehearse(root: Root, mesh: TrainMesh, compute: torch.dtype) -> None:
+    """A first pass over a few tokens: parts take their places in memory, and the head is compared with the model's own, where
+    this rank has all of it.
 
     Raises:
         UserError: if the model changes its logits in a way that is not known here.
     """
-    model = plain_model(root.module)
+    model, decoder = plain_model(root.module), decoder_of(root.module)
     ids = torch.arange(4, device=mesh.device)[None]
-    inputs = {"input_ids": ids, "position_ids": ids, "layout": PackedAttention([4]), "use_cache": False}
+    given = {"input_ids": ids}
+    if mesh.place["pp"] > 0:
+        width = decoder.config.get_text_config().hidden_size
+        given = {"inputs_embeds": torch.zeros(1, 4, width, dtype=compute, device=mesh.device)}
+    inputs = {**given, "position_ids": ids, "layout": PackedAttention([4]), "use_cache": False}
+    if mesh.size("pp") > 1 or mesh.size("tp") > 1:
+        root(lambda: decoder(**inputs).last_hidden_state)
+        release(root)
+        return
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        if cut.vocabulary is not None:
-            hidden = decoder_of(root.module)(**inputs).last_hidden_state[0]
-            return hidden, hidden
         theirs = model(**inputs).logits[0].float()
-        return theirs, OutputHead(root.module).logits(decoder_of(root.module)(**inputs).last_hidden_state[0]).float()
+        return theirs, OutputHead(root.module).logits(decoder(**inputs).last_hidden_state[0]).float()
 
     theirs, ours = root(run)
     release(root)

@@ -35,6 +35,7 @@ class Groups:
         control: all ranks of the mesh, through the processors.
         everyone: all ranks of the mesh, through the devices.
         sp, tp, pp: ranks that differ from this one on that axis alone, in its order.
+        ends: the first and the last of ``pp``, where this rank is one of them.
     """
 
     control: dist.ProcessGroup
@@ -42,6 +43,7 @@ class Groups:
     sp: dist.ProcessGroup | None
     tp: dist.ProcessGroup | None
     pp: dist.ProcessGroup | None
+    ends: dist.ProcessGroup | None
 
 
 class TrainMesh:
@@ -161,7 +163,7 @@ def make_mesh(axes: Sequence[tuple[str, int]], ranks: Sequence[int], device: tor
     if here < 0:
         return None
     groups = Groups(
-        control=control, everyone=everyone, **{n: own[n][0] if n in own else None for n in ("sp", "tp", "pp")}
+        control=control, everyone=everyone, **{n: own[n][0] if n in own else None for n in ("sp", "tp", "pp", "ends")}
     )
     names = [name for name in ("replicate", "shard", "tp") if name in own]
     stage = _grid(sizes)[_place(sizes, here)[0]].flatten()
@@ -208,4 +210,5 @@ def _lines(sizes: Mapping[str, int]) -> dict[str, list[list[int]]]:
     shards = grid.reshape(sizes["pp"], sizes["replicate"], -1, sizes["tp"])
     along = {name: grid.movedim(AXES.index(name), -1) for name in ("pp", "replicate", "sp", "tp") if sizes[name] > 1}
     along["shard"] = shards.movedim(2, -1)
-    return {name: lines.reshape(-1, lines.shape[-1]).tolist() for name, lines in along.items()}
+    found = {name: lines.reshape(-1, lines.shape[-1]).tolist() for name, lines in along.items()}
+    return found | {"ends": [[line[0], line[-1]] for line in found.get("pp", [])]}

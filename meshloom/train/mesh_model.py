@@ -7,7 +7,7 @@ microbatches; all ranks run equally many passes, so that every exchange between 
 Ranks of the same data place (``TrainMesh.data_place``) are called with the same samples, and return the same.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,6 +42,7 @@ class MeshModel(TrainedModel):
         mesh: over which it is cut.
         compute: dtype in which it computes.
         cut: what tensor parallelism made of it.
+        tied: parameters that the first and the last stage of a pipeline both have.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class MeshModel(TrainedModel):
         *,
         compute: torch.dtype,
         cut: TensorCut,
+        tied: Sequence[str] = (),
     ) -> None:
-        self.root, self.mesh, self.compute, self._cut = root, mesh, compute, cut
+        self.root, self.mesh, self.compute, self._cut, self._tied = root, mesh, compute, cut, tuple(tied)
         super().__init__(root.module, settings, bound, optimizer)
         self.device = mesh.device
 
@@ -103,13 +105,13 @@ class MeshModel(TrainedModel):
 
     def _ask(self, microbatches: list[Samples | None], temperature: float) -> list[tuple[Tensor, Tensor]]:
         """Log-probs and entropies [T] of each microbatch; of none, whatever."""
-        return [self._predict(microbatch or _NOTHING, temperature) for microbatch in microbatches]
+        return [self._predict(microbatch or NOTHING, temperature) for microbatch in microbatches]
 
     def _learn(self, microbatches: list[Samples | None], loss: Loss, temperature: float) -> list[dict[str, Any]]:
         """Add the gradients of microbatches; what the loss reported of those that there are."""
         reports = []
         for microbatch in microbatches:
-            total, report = self._loss_of(microbatch, self._predict(microbatch or _NOTHING, temperature), loss)
+            total, report = self._loss_of(microbatch, self._predict(microbatch or NOTHING, temperature), loss)
             total.backward()
             reports.append(report)
         return reports
@@ -127,7 +129,10 @@ class MeshModel(TrainedModel):
     def take_utilization(self, seconds: float) -> dict[str, float]:
         """See ``TrainedModel.take_utilization``: of this rank's device, which does a part of what its samples need."""
         parts = self.mesh.size("tp") * self.mesh.size("sp")
-        return {name: share / parts for name, share in super().take_utilization(seconds).items()}
+        found = {name: share / parts for name, share in super().take_utilization(seconds).items()}
+        if "mfu_attention" in found:  # of all layers, of which a stage has some
+            found["mfu_attention"] /= self.mesh.size("pp")
+        return found
 
     def to(self, device: torch.device) -> None:
         """A model on a mesh stays where its ranks are."""
@@ -212,7 +217,7 @@ class MeshModel(TrainedModel):
         return attends_in_graph(self.settings.attention, like)
 
     def _optimizer(self, settings: OptimizerSettings) -> ShardedOptimizer:
-        return ShardedOptimizer(self.module, settings, self.mesh, self._cut.whole)
+        return ShardedOptimizer(self.module, settings, self.mesh, self._cut.whole, self._tied)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and parameters as the Hugging Face folder has them, each a DTensor of which this rank holds a part; float32
@@ -232,7 +237,7 @@ class MeshHead(OutputHead):
         return local(self._linear.bias)
 
 
-_NOTHING = Samples(
+NOTHING = Samples(
     torch.ones(1, dtype=torch.int64),
     {"ids": torch.zeros(1, dtype=torch.int64), "mask": torch.zeros(1, dtype=torch.bool)},
 )

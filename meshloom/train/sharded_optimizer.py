@@ -7,7 +7,7 @@ a copy of gets the same update on each of them.
 Parameters are float32, so they are their own masters: a rank's master is the part it holds, in place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,15 +28,25 @@ class ShardedOptimizer(Optimizer):
         mesh: over which it is cut.
         whole: parameters that each rank of ``tp`` has a copy of, and whether its gradient is a part of the sum (true) or
             already the sum (false).
+        tied: parameters that the first and the last stage of a pipeline both have; each has a part of the gradient.
     """
 
     def __init__(
-        self, module: nn.Module, settings: OptimizerSettings, mesh: TrainMesh, whole: Mapping[str, bool]
+        self,
+        module: nn.Module,
+        settings: OptimizerSettings,
+        mesh: TrainMesh,
+        whole: Mapping[str, bool],
+        tied: Sequence[str] = (),
     ) -> None:
-        self._mesh, self._whole = mesh, dict(whole)
+        self._mesh, self._whole, self._tied = mesh, dict(whole), tuple(tied)
         super().__init__(module, settings)
-        copies = {name: mesh.size("replicate") * (mesh.size("tp") if name in whole else 1) for name in self.masters}
-        self._shares = {name: 1.0 / count for name, count in copies.items()}
+        self._shares = {name: 1.0 / self._copies(name) for name in self.masters}
+
+    def _copies(self, name: str) -> int:
+        """Ranks that have the same part of a parameter."""
+        over_tensor = self._mesh.size("tp") if name in self._whole else 1
+        return self._mesh.size("replicate") * over_tensor * (2 if name in self._tied else 1)
 
     def gradient_total(self, parameter: Tensor) -> None:
         """None: gradients go through the exchange between ranks."""
@@ -55,7 +65,10 @@ class ShardedOptimizer(Optimizer):
         return super().step(total_updates)
 
     def _add_up_copies(self) -> None:
-        """Gradients of what each rank of ``tp`` has a copy of: one sum, the same on all of them."""
+        """Gradients of what several ranks have a copy of: one sum, the same on all of them."""
+        for name in self._tied:
+            if name in self.masters and self.masters[name].grad is not None:
+                dist.all_reduce(self.masters[name].grad, group=self._mesh.groups.ends)
         if self._mesh.groups.tp is None:
             return
         found = {n: g for n in self._whole if n in self.masters and (g := self.masters[n].grad) is not None}

@@ -141,18 +141,21 @@ class _Cutter:
     def cut_vocabulary(self) -> None:
         """Cut embedding and head, if the vocabulary divides evenly."""
         table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        rows = len(head.weight)
-        if rows % self.ranks or len(table.weight) != rows:
+        # A stage of a pipeline may have either, or none.
+        tables = [module for module in (table, head) if isinstance(module, nn.Embedding | nn.Linear)]
+        rows = {len(module.weight) for module in tables}
+        if len(rows) != 1 or (size := rows.pop()) % self.ranks:
             return
-        size = rows // self.ranks
-        part = VocabularyPart(self.rank * size, size, self.group)
-        for leaf in ("weight", "bias"):
-            if getattr(head, leaf) is not None:
-                self._cut(head, leaf, 0)
-        if table.weight is not head.weight:
-            self._cut(table, "weight", 0)
-        table.forward = partial(_embedding_forward, table, part)
-        head.forward = partial(_refused, head)
+        each = size // self.ranks
+        part = VocabularyPart(self.rank * each, each, self.group)
+        for module in tables:
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if not isinstance(parameter, DTensor):  # a table that is both is cut once
+                    self._cut(module, leaf, 0)
+        if table in tables:
+            table.forward = partial(_embedding_forward, table, part)
+        if head in tables:
+            head.forward = partial(_refused, head)
         self.found.vocabulary = part
 
     def note_whole(self) -> None:

@@ -1,0 +1,198 @@
+"""A model whose layers are on several ranks, one stage each: microbatches pass through as in a pipe.
+
+Owns: which microbatch a stage computes when, and what passes between stages. Refuses to know: which layers a stage has. Always
+holds: what ``meshloom.train.mesh_model`` says; a stage keeps the activations of no more microbatches than there are stages
+after it, and one; hidden states pass with as many tokens as a microbatch has, and nothing is padded.
+
+The order is one forward, one backward (1F1B, Narayanan et al. 2021, arXiv:2104.04473): a stage first computes as many
+microbatches forward as there are stages after it, then one backward for each further one forward, then the rest backward.
+
+Legend: c tokens of a microbatch on a rank, D hidden, n predicted from them.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshloom.samples import Samples
+from meshloom.train.head import OutputHead
+from meshloom.train.mesh_model import NOTHING, MeshModel
+from meshloom.train.model import Loss
+from meshloom.train.sharing import Computed
+
+
+@dataclass
+class Pass:
+    """A microbatch on its way through a stage.
+
+    Args:
+        microbatch: none for an empty one.
+        computed, moved: of it.
+        given_cD: hidden states from the stage before; none at the first.
+        out: what is differentiated: hidden states for the next stage, or a share of the loss.
+    """
+
+    microbatch: Samples | None
+    computed: Computed
+    moved: dict[str, Tensor]
+    given_cD: Tensor | None = None
+    out: Tensor | None = None
+
+
+class Neighbours:
+    """The stages before and after this one.
+
+    Args:
+        group: of the pipeline, in the order of its stages.
+        stage: of this rank.
+        dtype: of hidden states.
+        device: of this rank.
+        width: of hidden states.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, stage: int, *, dtype: torch.dtype, device: torch.device, width: int
+    ) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        self.before = ranks[stage - 1] if stage > 0 else None
+        self.after = ranks[stage + 1] if stage + 1 < len(ranks) else None
+        self._group, self._dtype, self._device, self._width = group, dtype, device, width
+
+    def exchange(
+        self, *, to: int | None = None, sent_cD: Tensor | None = None, of: int | None = None, tokens: int = 0
+    ) -> Tensor | None:
+        """Send hidden states, or their gradient, to a stage and take some from one, at the same time; either may be none.
+
+        Args:
+            to: rank that is sent to.
+            sent_cD: what is sent.
+            of: rank that is taken from.
+            tokens: that come from there.
+        """
+        calls, taken_cD = [], None
+        if to is not None and sent_cD is not None:
+            calls.append(dist.P2POp(dist.isend, sent_cD.detach().contiguous(), to, self._group))
+        if of is not None:
+            taken_cD = torch.empty(tokens, self._width, dtype=self._dtype, device=self._device)
+            calls.append(dist.P2POp(dist.irecv, taken_cD, of, self._group))
+        for work in dist.batch_isend_irecv(calls) if calls else []:
+            work.wait()
+        return taken_cD
+
+
+class PipelineModel(MeshModel):
+    """One model over the ranks of a mesh with an axis ``pp``. Only ranks of the last stage know log-probs and losses, and those
+    are the ones that ``TrainMesh.answers`` names; the others return zeros, or ``loss`` alone."""
+
+    def _ask(self, microbatches: list[Samples | None], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        links, found = self._links(), []
+        for microbatch in microbatches:
+            work = self._begin(microbatch)
+            work.given_cD = links.exchange(of=links.before, tokens=self._tokens(work))
+            out = self._run(work, temperature)
+            links.exchange(to=links.after, sent_cD=out)
+            found.append(self._predicted(work, out))
+        return found
+
+    def _learn(self, microbatches: list[Samples | None], loss: Loss, temperature: float) -> list[dict[str, Any]]:
+        links = self._links()
+        works = [self._begin(microbatch) for microbatch in microbatches]
+        ahead = min(self.mesh.size("pp") - self.mesh.place["pp"] - 1, len(works))
+        waiting: deque[Pass] = deque()
+        reports: list[dict[str, Any]] = []
+
+        def take(index: int) -> Tensor | None:
+            if index >= len(works):
+                return None
+            return links.exchange(of=links.before, tokens=self._tokens(works[index]))
+
+        def forward(work: Pass, given_cD: Tensor | None) -> None:
+            work.given_cD = None if given_cD is None else given_cD.requires_grad_()
+            work.out = self._run(work, temperature)
+            if links.after is None:
+                work.out, report = self._loss_of(work.microbatch, self._predicted(work, work.out), loss)
+                reports.append(report)
+            waiting.append(work)
+
+        for work in works[:ahead]:
+            forward(work, links.exchange(of=links.before, tokens=self._tokens(work)))
+            links.exchange(to=links.after, sent_cD=work.out)
+        given_cD = take(ahead)
+        for index in range(ahead, len(works)):
+            forward(works[index], given_cD)
+            grad_cD = links.exchange(
+                to=links.after, sent_cD=works[index].out, of=links.after, tokens=self._tokens(waiting[0])
+            )
+            sent_cD = _backward(waiting.popleft(), grad_cD)
+            further = index + 1 < len(works)
+            given_cD = links.exchange(
+                to=links.before,
+                sent_cD=sent_cD,
+                of=links.before if further else None,
+                tokens=self._tokens(works[index + 1]) if further else 0,
+            )
+        while waiting:
+            grad_cD = links.exchange(of=links.after, tokens=self._tokens(waiting[0]))
+            links.exchange(to=links.before, sent_cD=_backward(waiting.popleft(), grad_cD))
+        return reports
+
+    def _begin(self, microbatch: Samples | None) -> Pass:
+        return Pass(microbatch, *self._send(microbatch or NOTHING))
+
+    def _run(self, work: Pass, temperature: float) -> Tensor:
+        """This stage's hidden states [c, D], or, at the last, log-probs and entropies [2, n]."""
+        last = self.mesh.place["pp"] == self.mesh.size("pp") - 1
+
+        def run() -> Tensor:
+            hidden_cD = self._hidden(work.moved, work.computed, work.given_cD)
+            return self._judge(hidden_cD, work.moved, work.computed, temperature) if last else hidden_cD
+
+        return self.root(run)
+
+    def _predicted(self, work: Pass, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [T]; zeros but at the last stage."""
+        microbatch = work.microbatch or NOTHING
+        if self.mesh.place["pp"] < self.mesh.size("pp") - 1:
+            zeros_T = torch.zeros(microbatch.num_tokens, device=self.device)
+            return zeros_T, zeros_T
+        return self._on_tokens(microbatch, work.moved, *self._of_all(out, work.moved))
+
+    def _tokens(self, work: Pass) -> int:
+        tokens = len(work.moved["ids_C"])
+        return tokens if self.mesh.groups.sp is None else self._split(work.computed).each
+
+    def _links(self) -> Neighbours:
+        return Neighbours(
+            self.mesh.groups.pp,
+            self.mesh.place["pp"],
+            dtype=self.compute,
+            device=self.device,
+            width=self.decoder.config.get_text_config().hidden_size,
+        )
+
+    def _head(self) -> "OutputHead | HeadElsewhere":
+        if self.mesh.place["pp"] < self.mesh.size("pp") - 1:
+            return HeadElsewhere(torch.empty(0, 0, dtype=self.compute, device=self.mesh.device))
+        return super()._head()
+
+
+@dataclass
+class HeadElsewhere:
+    """What a stage has that does not have the head: a weight without rows."""
+
+    weight: Tensor
+    gradient_total: None = None
+
+
+def _backward(work: Pass, grad_cD: Tensor | None) -> Tensor | None:
+    """Gradient of what the stage before sent; the pass's activations are freed."""
+    if grad_cD is None:
+        work.out.backward()
+    else:
+        torch.autograd.backward(work.out, grad_cD)
+    work.out = None
+    return None if work.given_cD is None else work.given_cD.grad
