@@ -11,6 +11,8 @@ from meshloom.plan.ledger import LedgerLine
 
 _REPEATED = re.compile(r"(\d[\d,.]*) \(\1\)")
 """A number after the same number, where the formula brings its own."""
+_COMPLETE = ("time", "assumptions")
+"""Sections whose formulas have their numbers; their words are parts of phases, not numbers of the plan."""
 _EITHER = re.compile(r"\d+ or \d+")
 
 
@@ -27,6 +29,8 @@ def worked(lines: Sequence[LedgerLine], settings: Mapping[str, Any]) -> dict[tup
     pattern = re.compile(rf"(?<![\w.])(?<!\d )(?:{names})(?![\w.])")
     found: dict[tuple[str, str], str] = {}
     for line in lines:
+        if line.section in _COMPLETE:
+            continue
         formula, count = pattern.subn(lambda match: texts[match[0]], line.formula) if texts else (line.formula, 0)
         if count and any(sign in formula for sign in "×÷+⌈"):
             found[line.section, line.name] = _REPEATED.sub(r"\1", formula)
