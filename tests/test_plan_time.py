@@ -13,6 +13,7 @@ from meshloom.plan.arithmetic import Work
 from meshloom.plan.constants import ASSUMED, Cluster, Constants, assumptions
 from meshloom.plan.forecast import Lengths
 from meshloom.plan.hardware import MEASURED_H200, find_device
+from meshloom.plan.ledger import LedgerLine
 from meshloom.plan.parameters import DecoderNumbers, Layers, count_parameters
 from meshloom.plan.residency import EngineRole, ModelRole, Move, Phase, Residency
 from meshloom.plan.shards import Cut
@@ -27,6 +28,7 @@ from meshloom.plan.time import (
     step_seconds,
     update_time,
 )
+from meshloom.plan.worked import worked
 
 PUBLIC: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "public_models.json").read_text())
 H200 = find_device("H200")
@@ -310,6 +312,14 @@ def test_a_lag_lets_rollout_and_training_work_at_once() -> None:
     lines = list(sampled.lines())
     assert lines[0].value == pytest.approx(sum(float(line.value or 0) for line in lines[1:]), abs=1e-5)
     assert lines[0].formula.endswith("% are products; products + attention + launches + drawing + prompts + start")
+
+
+def test_parts_of_a_phase_are_not_taken_for_numbers_of_the_same_name() -> None:
+    """``logits`` are bytes in the memory ledger, and a part of an update in time: that one was shown in place of the other."""
+    update = list(update_time(actor("Qwen2.5-1.5B"), work(512), ONE, C).lines())
+    logits = LedgerLine(section="memory", name="logits", value=268435456, formula="a × b", source="")
+    twice = LedgerLine(section="memory", name="twice", value=0, formula="2 × logits", source="")
+    assert worked([logits, twice, *update], {}) == {("memory", "twice"): "2 × 268,435,456"}
 
 
 def test_the_cost_model_needs_no_torch() -> None:
