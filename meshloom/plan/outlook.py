@@ -23,7 +23,7 @@ from meshloom.plan.fitting import GIB, Case, Look, changes_that_fit, where_else
 from meshloom.plan.forecast import Forecast, Group
 from meshloom.plan.hardware import Device, find_device, names_of_devices
 from meshloom.plan.layout import Layout
-from meshloom.plan.ledger import DERIVED, LedgerLine
+from meshloom.plan.ledger import DERIVED, LedgerLine, most_computed_tokens
 from meshloom.plan.memory import CHECKPOINT, checkpoint_bytes_each, compute_bytes, on_gpu, trainable_parameters
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_folder import ModelFolder
@@ -234,6 +234,9 @@ def _common_lines(look: Look) -> Iterator[LedgerLine]:
         yield LedgerLine(section="memory", name="parameters", value=count, formula=formula, source="model.path")
     if len(tokens) == 1:
         formula = "min(batch.tokens_per_microbatch, longest samples of an update); of each sequence's devices together"
+        bound = look.settings.batch.tokens_per_microbatch
+        if most_computed_tokens(look.settings, bound) < bound:
+            formula += "; in whole groups of equal responses, each prompt once"
         origin = look.settings.provenance.of("batch.tokens_per_microbatch")
         value = next(iter(tokens))
         yield LedgerLine(
