@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from meshloom.config.problems import Problem, require_none
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.device_checks import lay_out, problem_of
-from meshloom.plan.layout import Layout, RoleLayout
+from meshloom.plan.layout import Layout
 from meshloom.plan.placement import Role, devices_of_machine
 
 PLANNED = " is planned, not carried out"
 """How what is planned only is told."""
-_AXES = {"pp": ("pipeline", "stages of layers")}
-"""Ways to cut a model that is trained which are planned only: the setting's last name, and what it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,28 +60,23 @@ def planned_only(settings: TrainSettings, layout: Layout) -> tuple[Problem, ...]
 def _refusals(settings: TrainSettings, layout: Layout) -> Iterator[Problem]:
     for found in layout.roles:
         if found.role in (Role.CRITIC, Role.REWARD):
-            yield _refusal(settings, f"placement.{found.role}", f"a {found.role} model on devices", f"placement.{found.role}=all")
-        elif found.role is not Role.ROLLOUT:
-            yield from _cuts(settings, found)
+            path = f"placement.{found.role}"
+            yield _refusal(settings, path, f"a {found.role} model on devices", f"{path}=all")
+        elif found.role is not Role.ROLLOUT and settings.model.lora is not None and found.mesh.size("tp") > 1:
+            path = f"parallel.{found.role}.tensor"
+            yield _refusal(settings, path, "adapters on layers that are split over devices", f"{path}=1")
     rollout = layout.role(Role.ROLLOUT)
     if rollout is not None and rollout.mesh.size("tp") > 1:
         yield _refusal(
-            settings, "parallel.rollout.tensor", "an engine whose model is split over devices", "parallel.rollout.tensor=1"
+            settings,
+            "parallel.rollout.tensor",
+            "an engine whose model is split over devices",
+            "parallel.rollout.tensor=1",
         )
     if settings.rollout.engine != "torch":
         yield _refusal(
             settings, "rollout.engine", f"{settings.rollout.engine} on several devices", "rollout.engine=torch"
         )
-
-
-def _cuts(settings: TrainSettings, found: RoleLayout) -> Iterator[Problem]:
-    for axis, (name, meaning) in _AXES.items():
-        if found.mesh.size(axis) > 1:
-            path = f"parallel.{found.role}.{name}"
-            yield _refusal(settings, path, f"a model that is cut into {meaning}", f"{path}=1")
-    if settings.model.lora is not None and found.mesh.size("tp") > 1:
-        path = f"parallel.{found.role}.tensor"
-        yield _refusal(settings, path, "adapters on layers that are split over devices", f"{path}=1")
 
 
 def _refusal(settings: TrainSettings, path: str, what: str, fix: str) -> Problem:

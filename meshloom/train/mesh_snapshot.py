@@ -168,7 +168,7 @@ def restore_on_mesh(model: MeshModel, folder: Path, updates: int) -> None:
     state: dict[str, Tensor] = {}
     with SharedFile(folder / OPTIMIZER) as opened:
         for key, spec in opened.specs.items():
-            name = key.split("/", 1)[1]
-            part = _place(model, model.optimizer.parameters[name])[0] if spec.shape else Part((), ())
-            state[key] = opened.read(key, part)
+            parameter = model.optimizer.parameters.get(key.split("/", 1)[1])
+            if parameter is not None:  # it is another stage's otherwise
+                state[key] = opened.read(key, _place(model, parameter)[0] if spec.shape else Part((), ()))
     model.optimizer.load_state_tensors(state, updates)

@@ -1,0 +1,94 @@
+"""Further runs over several devices, opt-in: pipelines, both kinds of cuts at once, torchrun, and the lesson."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshloom.config.load import load_settings
+from meshloom.config.settings import SftSettings, TrainSettings
+from meshloom.lesson.model import build_model
+from meshloom.lesson.problems import write_problems
+from meshloom.lesson.settings import GRPO_FILE, SFT_FILE, write_settings
+from meshloom.loop.sft import run_sft
+from meshloom.loop.train import run_training
+from meshloom.observe.records import read_metrics
+from meshloom.train.export import export_model
+from tests.lesson_runs import command, train_settings, write_inputs
+from tests.test_many_devices import BRIEF, assert_like, samples
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def alone(inputs: Path) -> Path:
+    """A finished run on one device."""
+    assert run_training(train_settings(inputs, inputs / "alone", *BRIEF), resume=False) == 0
+    return inputs / "alone"
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        ("cluster.devices_per_node=2", "parallel.actor.pipeline=2", "parallel.reference.pipeline=2"),
+        ("cluster.devices_per_node=4", "parallel.actor.tensor=2", "parallel.reference.sequence=2"),
+        ("cluster.devices_per_node=4", "placement.actor=[0,1]", "placement.reference=[2]", "placement.rollout=[2,3]"),
+    ],
+    ids=["pipeline", "sharded and split", "pools that overlap"],
+)
+def test_cuts_of_each_role_do_what_one_device_does(
+    inputs: Path, alone: Path, tmp_path: Path, cuts: tuple[str, ...]
+) -> None:
+    assert run_training(train_settings(inputs, tmp_path / "run", *BRIEF, *cuts), resume=False) == 0
+    assert_like(alone, tmp_path / "run")
+
+
+def test_a_run_goes_from_a_pipeline_to_tensor_parallelism_to_one_device(inputs: Path, tmp_path: Path) -> None:
+    steps = ("optimizer.schedule=constant", "checkpoint.every_steps=0", "validation.every_steps=0")
+    assert run_training(train_settings(inputs, tmp_path / "whole", *steps, "batch.steps=6"), resume=False) == 0
+    two = "cluster.devices_per_node=2"
+    cuts = ((two, "parallel.actor.pipeline=2"), (two, "parallel.actor.tensor=2"), ())
+    for number, cut in enumerate(cuts):
+        settings = train_settings(inputs, tmp_path / "run", *steps, f"batch.steps={2 * number + 2}", *cut)
+        assert run_training(settings, resume=number > 0) == 0
+    assert_like(tmp_path / "whole", tmp_path / "run", only_last=True)
+
+
+def test_torchruns_processes_are_the_devices_of_the_run(inputs: Path, alone: Path, tmp_path: Path) -> None:
+    """As many devices as torchrun has started, without a word in the settings."""
+    args = command(train_settings(inputs, tmp_path / "run", *BRIEF))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "meshloom", *args]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert_like(alone, tmp_path / "run")
+    assert "peak_memory_bytes/rank1" in read_metrics(tmp_path / "run")[-1]["metrics"]
+
+
+def test_the_lesson_over_two_devices_sees_the_samples_of_one(tmp_path: Path) -> None:
+    """The quickstart's own settings, with a shorter warm-up and fewer steps."""
+    data = write_problems(tmp_path / "data", seed=0, num_examples=3000, num_train=600)
+    base = build_model(tmp_path / "base", data.examples, seed=0)
+    write_settings(tmp_path, base=base, warm=tmp_path / "warm", data=data, seed=0, small=True)
+    brief = ["batch.steps=100", "batch.samples_per_update=64"]
+    assert run_sft(load_settings(SftSettings, tmp_path / SFT_FILE, brief), resume=False) == 0
+    export_model(tmp_path / "sft", tmp_path / "warm")
+    short = ["batch.steps=4", "batch.prompts_per_step=32", "validation.every_steps=0", "logging.loggers=[]"]
+    for name, more in (("one", []), ("two", ["cluster.devices_per_node=2"])):
+        changes = [*short, f"run_dir={tmp_path / name}", *more]
+        assert run_training(load_settings(TrainSettings, tmp_path / GRPO_FILE, changes), resume=False) == 0
+    drawn = [
+        {(s["step"], s["kind"], s["row"]): s["response_ids"] for s in samples(tmp_path / n)} for n in ("one", "two")
+    ]
+    assert drawn[0].keys() == drawn[1].keys()
+    first = [key for key in drawn[0] if key[0] <= 1]
+    assert all(drawn[0][key] == drawn[1][key] for key in first)
+    # Later on, rounding may make a token another one, and the sample with it.
+    assert sum(drawn[0][key] != drawn[1][key] for key in drawn[0]) <= 0.02 * len(drawn[0])
+    last = [read_metrics(tmp_path / name)[-1]["metrics"]["accuracy"] for name in ("one", "two")]
+    assert last[0] == pytest.approx(last[1], abs=0.02)
