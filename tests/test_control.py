@@ -1,5 +1,6 @@
 """The control of a run: what comes after what, how far rollouts run ahead, what a resumed run does again."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -88,9 +89,6 @@ class ScriptedJob:
         done = [draw.number for draw in self.draws if draw not in unfinished]
         return Attempt({number: Group(number, self.version, number) for number in done}, unfinished)
 
-    def cancel(self) -> None:
-        self.stage.log.append(f"cancel {self.number}")
-
 
 def control_of(stage: Script, *, steps: int = 4, prompts: int = 4, lag: int = 0, **more: Any) -> ControlLoop:
     schedule = Schedule(
@@ -149,20 +147,22 @@ def test_a_step_without_a_group_ends_the_run(lag: int) -> None:
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("stop", [1, 3])
-def test_a_stopped_run_goes_on_with_the_draws_that_were_in_flight(lag: int, stop: int) -> None:
+def test_a_stopped_run_goes_on_as_if_it_had_not(lag: int, stop: int) -> None:
+    """What was in flight is finished and saved, with the versions that made it."""
     whole = Script()
     undisturbed = control_of(whole, steps=6, lag=lag)
     undisturbed.run()
     first = Script(stop_after=stop)
     assert not control_of(first, steps=6, lag=lag).run()
-    assert [line for line in first.log if line.startswith("cancel")] == [f"cancel {stop + i + 1}" for i in range(lag)]
+    assert first.log[-1] == "save"
+    assert first.begun == sum(line.startswith("collect") for line in first.log) == stop + lag
     values, waiting = first.saved[-1]
     second = Script()
     control = control_of(second, steps=6, lag=lag)
     control.load(Progress.of(values), waiting)
     assert control.run()
     assert first.trained + second.trained == whole.trained
-    assert second.lags[0] == 0
+    assert first.lags + second.lags == whole.lags
     assert control.progress() == undisturbed.progress()
 
 
@@ -200,13 +200,23 @@ def test_every_draw_is_trained_on_once_or_dropped_and_none_is_too_old(
         if done:
             break
         left, waiting = progress.values(), tuple(control.buffer.groups)
-    flying = {draw.number for draws in control.progress().in_flight for draw in draws}
     assert done
-    assert not flying
     assert trained == sorted(set(trained))
     dropped = set(range(control.draws)) - set(trained)
     assert all(late[number] == 0 for number in dropped)
     assert control.step == steps
+
+
+def test_tries_of_rollouts_that_were_saved_are_reported_by_the_step_that_trains_on_them() -> None:
+    first = Script(stop_after=1, late={5: 1, 6: 2})
+    control_of(first, steps=3, lag=1).run()
+    values, waiting = first.saved[-1]
+    assert (first.reports[0].retried, first.reports[0].dropped) == (0, 0)
+    second = Script()
+    control = control_of(second, steps=3, lag=1)
+    control.load(Progress.of(json.loads(json.dumps(values))), waiting)
+    control.run()
+    assert [(done.retried, done.dropped) for done in second.reports] == [(2, 1), (0, 0)]
 
 
 def test_groups_that_are_too_old_on_resume_are_counted_and_replaced() -> None:

@@ -1,6 +1,7 @@
 """Runs over several devices, each a process: the same samples and weights as on one, whatever the layout."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,25 @@ def test_with_a_lag_generation_is_ahead_of_training_and_never_too_far(inputs: Pa
     settings = train_settings(inputs, tmp_path / "run", "batch.steps=8", *LAYOUTS["split"], *lag)
     assert run_training(settings, resume=True) == 0
     assert max(steps_logged(tmp_path / "run")) == 8
+
+
+@pytest.mark.slow
+def test_with_a_lag_a_run_that_is_resumed_repeats_itself(inputs: Path, tmp_path: Path) -> None:
+    """What was in flight at a checkpoint is in it, with the versions that made it."""
+    lag = (
+        "algorithm.max_lag_versions=2",
+        "algorithm.max_sampler_gap=null",
+        "checkpoint.keep_last=9",
+        *LAYOUTS["split"],
+    )
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert run_training(train_settings(inputs, whole, "batch.steps=5", *lag), resume=False) == 0
+    shutil.copytree(whole, again)
+    for step in (3, 4, 5):
+        shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
+    assert run_training(train_settings(inputs, again, "batch.steps=5", *lag), resume=True) == 0
+    assert samples(whole) == samples(again)
+    for file in newest(whole).rglob("*.safetensors"):
+        assert file.read_bytes() == (newest(again) / file.relative_to(newest(whole))).read_bytes()
+    lags = [record["metrics"]["lag_versions"] for record in read_metrics(again) if record["kind"] == "train"]
+    assert lags == [0, 2, 2, 2, 2]

@@ -3,7 +3,7 @@
 Owns: the order of a run (roll out, judge, learn, sync, report, validate, save), how far rollouts run ahead, the bounded buffer,
 retries and drops, the wish to stop, where a run stands. Refuses to know: tensors, models, engines, devices, files, clocks; a
 ``Stage`` does the work. No torch here, so that a simulation runs this very class. Always holds: every draw is trained on once,
-dropped and counted, or in flight or in the buffer when the run is saved; nothing is trained on that is more than
+dropped and counted, or in the buffer when the run is saved; nothing is in flight then; nothing is trained on that is more than
 ``max_lag_versions`` behind.
 
 Synchronous training is asynchronous training with a lag of zero: the rollout of a step is begun as soon as it is sure to be
@@ -115,6 +115,8 @@ class ControlLoop:
         draws: prompts drawn so far.
         saved_step: step of the newest checkpoint, 0 before the first.
         score: of the validation after this step, if there was one.
+        retried: draws that needed another job, and no step has reported yet.
+        dropped: draws that were given up, and no step has reported yet.
     """
 
     schedule: Schedule
@@ -125,9 +127,10 @@ class ControlLoop:
     draws: int = 0
     saved_step: int = 0
     score: float | None = None
+    retried: int = 0
+    dropped: int = 0
     buffer: GroupBuffer = field(init=False)
     _flights: deque[_Flight] = field(init=False, default_factory=deque)
-    _again: deque[tuple[Draw, ...]] = field(init=False, default_factory=deque)
 
     def __post_init__(self) -> None:
         self.buffer = GroupBuffer(self.schedule.max_lag_versions)
@@ -138,45 +141,36 @@ class ControlLoop:
         if self.step == 0 and schedule.validate_first and not stage.stop_wanted:
             self.score = stage.validate(self.step)
         while self.step < schedule.steps and not stage.stop_wanted:
-            collected = self.roll_out()
-            self.train(collected)
+            self.roll_out()
+            self.train()
             if self.step == schedule.steps or due(schedule.validate_every, self.step):
                 self.score = stage.validate(self.step)
             if due(schedule.save_every, self.step):
                 self.save()
         if self.step > self.saved_step:
             self.save()
-        for flight in self._flights:
-            flight.job.cancel()
         return self.step == schedule.steps
 
-    def roll_out(self) -> Collected[Group[Any]]:
-        """Begin the rollouts that may begin, and wait for the one whose groups this step needs.
+    def roll_out(self) -> None:
+        """Begin the rollouts that may begin, and wait for the one whose groups the next step needs.
 
         Raises:
             RunFault: if none of its groups was finished.
         """
         self.buffer.drop_stale(self.version)
         self._begin()
-        collected: Collected[Group[Any]] = Collected()
         if len(self.buffer) < self.schedule.prompts_per_step:
-            collected = self._collect(self._flights.popleft())
-            self.buffer.put(collected.groups)
+            self._collect()
         if not len(self.buffer):
             raise RunFault(
                 "no group of this step was finished",
                 where="rollout.deadline_s",
-                why=f"{len(collected.dropped)} prompts ran out of {self.schedule.deadline_s:g} s twice",
+                why=f"{self.dropped} prompts ran out of {self.schedule.deadline_s:g} s twice",
                 fix="a longer deadline, shorter responses, or fewer prompts a step",
             )
-        return collected
 
-    def train(self, collected: Collected[Group[Any]]) -> None:
-        """A step on the oldest groups that wait: new weights, and the engines have them.
-
-        Args:
-            collected: what the step's rollout gave, for its report.
-        """
+    def train(self) -> None:
+        """A step on the oldest groups that wait: new weights, and the engines have them."""
         groups = self.buffer.take(self.schedule.prompts_per_step)
         lag = self.version - min(group.oldest_version for group in groups)
         batch = self.stage.judge(groups)
@@ -192,14 +186,21 @@ class ControlLoop:
                 batch=batch,
                 learned=learned,
                 lag=lag,
-                retried=collected.retried,
-                dropped=len(collected.dropped),
+                retried=self.retried,
+                dropped=self.dropped,
                 stale=self.buffer.dropped_stale,
             )
         )
+        self.retried = self.dropped = 0
 
     def save(self) -> None:
-        """Let the stage write everything that decides the future, as of now."""
+        """Let the stage write everything that decides the future, once nothing is in flight.
+
+        The next step would wait for the oldest rollout in any case, and those that run ahead are trained on as they are: a run
+        that is resumed repeats itself.
+        """
+        while self._flights:
+            self._collect()
         self.stage.save(self.progress(), tuple(self.buffer.groups), self.score)
         self.saved_step = self.step
 
@@ -210,12 +211,13 @@ class ControlLoop:
             version=self.version,
             draws=self.draws,
             order=self.order.state(),
-            in_flight=(*(flight.draws for flight in self._flights), *self._again),
             stale=self.buffer.dropped_stale,
+            retried=self.retried,
+            dropped=self.dropped,
         )
 
     def load(self, progress: Progress, waiting: Sequence[Group[Any]]) -> None:
-        """Stand where a run was saved; what was in flight then is begun again.
+        """Stand where a run was saved.
 
         Args:
             progress: as saved.
@@ -225,13 +227,13 @@ class ControlLoop:
         self.saved_step = self.step
         self.order.load(progress.order)
         self.buffer.groups, self.buffer.dropped_stale = list(waiting), progress.stale
-        self._again = deque(progress.in_flight)
+        self.retried, self.dropped = progress.retried, progress.dropped
 
     def _begin(self) -> None:
         """Begin rollouts for the next steps, as far ahead as their samples are sure to be fresh enough."""
         steps = min(1 + self.schedule.steps_ahead, self.schedule.steps - self.step)
         while (missing := steps * self.schedule.prompts_per_step - self._awaited()) > 0:
-            draws = self._again.popleft() if self._again else self._draw(min(missing, self.schedule.prompts_per_step))
+            draws = self._draw(min(missing, self.schedule.prompts_per_step))
             self._flights.append(_Flight(draws, self.stage.begin_rollout(draws, self.version)))
 
     def _awaited(self) -> int:
@@ -242,8 +244,14 @@ class ControlLoop:
         first, self.draws = self.draws, self.draws + count
         return tuple(Draw(first + i, prompt) for i, prompt in enumerate(self.order.take(count)))
 
-    def _collect(self, flight: _Flight) -> Collected[Group[Any]]:
+    def _collect(self) -> None:
+        """Wait for the oldest job; its groups wait in the buffer then."""
+        flight = self._flights.popleft()
+
         def again(draws: Sequence[Draw]) -> Attempt[Group[Any]]:
             return self.stage.begin_rollout(draws, self.version).collect()
 
-        return tried_twice(flight.draws, flight.job.collect(), again)
+        collected = tried_twice(flight.draws, flight.job.collect(), again)
+        self.buffer.put(collected.groups)
+        self.retried += collected.retried
+        self.dropped += len(collected.dropped)

@@ -47,10 +47,6 @@ class StartedJob:
         groups = {number: Group(number, oldest_version(group), group) for number, group in found.groups.items()}
         return Attempt(groups, found.unfinished)
 
-    def cancel(self) -> None:
-        """Not to be collected; it ends with its workers."""
-        self.found.cancel()
-
 
 @dataclass
 class RemoteStage(RLStage):

@@ -83,9 +83,6 @@ class TakenTurn:
         groups = {number: Group(number, oldest_version(group), group) for number, group in found.groups.items()}
         return Attempt(groups, found.unfinished)
 
-    def cancel(self) -> None:
-        """Nothing was begun."""
-
 
 @dataclass
 class RLStage:

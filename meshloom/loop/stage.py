@@ -11,17 +11,17 @@ A stage is asked in this order, and never by two callers at once::
     each step:  begin_rollout ...                  as many jobs as the lag allows; returns at once
                 job.collect                        waits for the oldest job (unfinished draws: one more job, collected at once)
                 judge, learn, sync                 sync ends when jobs that begin later sample with the new weights
-                report, validate, save             as due
-    job.cancel ...                                 of jobs still in flight when the run ends
+                report, validate                   as due
+                job.collect ..., save              as due, and at the end
 
 With a lag of 0 one job is in flight at most, and it begins after ``sync``: the same engine and devices may serve both sides.
 With a lag, jobs are in flight during ``judge`` to ``save``. Those that are in flight at ``sync`` go on; their later tokens may
-come from the old weights or the new ones, and each group says its oldest. Jobs in flight at ``save`` are saved as draws and
-begun again on resume.
+come from the old weights or the new ones, and each group says its oldest. Before ``save`` all jobs are collected, so that a
+run that is resumed trains on the very samples that it would have trained on.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Generic, Protocol, TypeVar
 
 ContentT = TypeVar("ContentT")
@@ -93,10 +93,6 @@ class Job(Protocol[ContentT]):
         """Wait until every draw is finished and scored, or the job's deadline has passed."""
         ...
 
-    def cancel(self) -> None:
-        """Give up; nothing will be collected."""
-        ...
-
 
 class Learned(Protocol):
     """What the updates of a step did."""
@@ -143,35 +139,27 @@ class Progress:
         version: of the weights.
         draws: made so far.
         order: of the prompts, as ``PromptOrder.state``.
-        in_flight: draws of the jobs that were begun and not collected, oldest job first.
         stale: groups that were too old to be trained on.
+        retried: draws that needed another job, and no step has reported yet.
+        dropped: draws that were given up, and no step has reported yet.
     """
 
     step: int
     version: int
     draws: int
     order: dict[str, Any]
-    in_flight: tuple[tuple[Draw, ...], ...] = ()
     stale: int = 0
+    retried: int = 0
+    dropped: int = 0
 
     def values(self) -> dict[str, Any]:
         """As JSON."""
-        jobs = [[[draw.number, draw.prompt] for draw in draws] for draws in self.in_flight]
-        return {
-            "step": self.step,
-            "version": self.version,
-            "draws": self.draws,
-            "order": self.order,
-            "in_flight": jobs,
-            "stale": self.stale,
-        }
+        return asdict(self)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Progress":
-        """What ``values`` gave."""
-        jobs = tuple(tuple(Draw(*draw) for draw in draws) for draws in values["in_flight"])
-        names = ("step", "version", "draws", "order", "stale")
-        return cls(**{name: values[name] for name in names}, in_flight=jobs)
+        """What ``values`` gave, among other values or alone."""
+        return cls(**{each.name: values[each.name] for each in fields(cls)})
 
 
 class Stage(Protocol[ContentT, BatchT, LearnedT]):

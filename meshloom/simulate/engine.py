@@ -135,12 +135,6 @@ class VirtualEngine:
             groups[draw.number] = Group(draw.number, min(versions), Made(rollout.drawn[place], versions))
         return at, Attempt(groups, unfinished)
 
-    def cancel(self, rollout: Rollout) -> None:
-        """Give a rollout up."""
-        for replica, share in rollout.shares:
-            if share.left:
-                replica.cancel(share)
-
     def advance(self, now: float) -> None:
         """Bring all replicas to a time."""
         for replica in self.replicas:

@@ -28,9 +28,6 @@ class VirtualJob:
         stage.now = at
         return found
 
-    def cancel(self) -> None:
-        self.stage.engine.cancel(self.rollout)
-
 
 @dataclass(frozen=True)
 class Updates:
