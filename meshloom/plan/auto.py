@@ -31,7 +31,8 @@ from meshloom.plan.placement import devices_of_machine, topology_of
 from meshloom.plan.ranking import Ranking, rank, refusals
 from meshloom.plan.search import Found, search
 from meshloom.plan.topology import Topology
-from meshloom.plan.weigh import Scales, Weighed
+from meshloom.plan.weigh import Scales
+from meshloom.plan.weighed import Weighed
 
 AUTO = "placement.auto"
 _CHOSEN = "chosen by placement: auto"

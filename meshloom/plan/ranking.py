@@ -16,7 +16,7 @@ from meshloom.plan.forecast import Forecast
 from meshloom.plan.placement import Role
 from meshloom.plan.schedule import schedule
 from meshloom.plan.search import Found
-from meshloom.plan.weigh import Weighed
+from meshloom.plan.weighed import Weighed
 
 _REASONS, _REFUSALS, _NOTED = 2, 6, 8
 _SMALL = 0.005

@@ -17,7 +17,8 @@ from itertools import count
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.arrangement import Arrangement
 from meshloom.plan.candidates import Family
-from meshloom.plan.weigh import Lack, Scales, Weighed
+from meshloom.plan.weigh import Scales
+from meshloom.plan.weighed import Lack, Weighed
 
 MOST = 10
 """Arrangements of different kinds that are found."""
@@ -137,7 +138,7 @@ class _Search:
 
     def _open(self, family: Family) -> None:
         for arrangement in family.arrangements():
-            if self.allowed is None or self.allowed(self.scales.arranged(arrangement), arrangement):
+            if self.allowed is None or self.allowed(self.scales.settings_of(arrangement), arrangement):
                 self._push(self.scales.bound(arrangement), _Known.BOUND, arrangement)
 
     def _look_closer(self, arrangement: Arrangement, known: _Known) -> None:

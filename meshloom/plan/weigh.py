@@ -5,23 +5,21 @@ which arrangements there are. Always holds: what is said of a budget is what the
 never above what is forecast.
 
 A microbatch is as large as it fits, since larger ones never take longer; but where there are pipeline stages, which stand empty
-the longer the fewer microbatches there are: there halves of it are tried too.
+the longer the fewer microbatches there are: there smaller ones are tried too.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import ceil, floor, inf
 
 from meshloom.config.settings import TrainSettings
-from meshloom.plan.arrangement import CACHE_SHARE, RECOMPUTE, TOKENS, Arrangement, Budget
+from meshloom.plan.arrangement import CACHE_SHARE, RECOMPUTE, TOKENS, Arrangement, Budget, Placed
 from meshloom.plan.candidates import Family, Given
 from meshloom.plan.constants import Cluster
 from meshloom.plan.faults import Change, with_values
 from meshloom.plan.fitting import GIB, Case
 from meshloom.plan.forecast import (
-    Forecast,
-    Group,
     Lengths,
     Roles,
     count_roles,
@@ -37,70 +35,27 @@ from meshloom.plan.memory import on_gpu
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import EngineRole, Phase
 from meshloom.plan.role_numbers import engine_role
-from meshloom.plan.sharded_memory import moves
+from meshloom.plan.sharded_memory import engine_holdings, moves
 from meshloom.plan.shards import cached_values, ceil_div
 from meshloom.plan.time import PhaseTime, movement_time, offload_time
-from meshloom.plan.training_time import EMPTY_STAGES
+from meshloom.plan.weighed import (
+    GRAIN,
+    Lack,
+    Option,
+    Weighed,
+    better_of,
+    lack_of,
+    largest_that_fits,
+    rounded,
+    without_bubble,
+)
 
-_GRAIN = 512
-"""Tokens by which microbatches differ."""
 _MOST_TOKENS, _MOST_SHARE, _PERCENT = 2**20, 0.95, 100
+_STEPS = 3
+"""Sizes of microbatches that are tried from one to its half."""
 _TRAINED = (Role.ACTOR, Role.CRITIC)
 _NO_MODEL = (Role.ROLLOUT, Role.REWARD)
 """Roles that are no model of training."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lack:
-    """Why an arrangement does not fit, at its most frugal.
-
-    Args:
-        roles: of the devices that lack most.
-        phase: in which they do.
-        lacking: bytes.
-        what: in words.
-    """
-
-    roles: tuple[Role, ...]
-    phase: Phase
-    lacking: int
-    what: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weighed:
-    """An arrangement with the budget that suits it best.
-
-    Args:
-        arrangement: which.
-        budget: that it has.
-        settings: of the run with both.
-        forecast: of these settings.
-    """
-
-    arrangement: Arrangement
-    budget: Budget
-    settings: TrainSettings
-    forecast: Forecast
-
-    @property
-    def step_s(self) -> float:
-        return self.forecast.step_s
-
-    @property
-    def margin(self) -> int:
-        """Bytes that are left where least are."""
-        return min((group.ledger.margin(phase) or 0 for group in self.forecast.groups for phase in Phase), default=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Option:
-    """What is recomputed and moved away, and the seconds that the moves take in a step."""
-
-    recompute: bool
-    optimizer: tuple[Role, ...]
-    parameters: tuple[Role, ...]
-    moved: float
 
 
 class Scales:
@@ -113,12 +68,12 @@ class Scales:
     """
 
     def __init__(self, case: Case, cluster: Cluster, given: Given) -> None:
-        self.case, self.cluster, self.given = case, cluster, given
-        self.lengths = Lengths.most(case.settings)
+        self.case, self.cluster, self.given, self.lengths = case, cluster, given, Lengths.most(case.settings)
         self.free = self._with({TOKENS: _MOST_TOKENS, RECOMPUTE: False})
         self._times: dict[object, list[PhaseTime]] = {}
-        self._trained: dict[object, tuple[_Option, ...] | Lack] = {}
+        self._trained: dict[object, tuple[Option, ...] | Lack] = {}
         self._budgets: dict[object, Budget | None] = {}
+        self._asleep: dict[Placed, int] = {}
 
     def _with(self, change: Change) -> TrainSettings:
         """The settings after a change, but for what is given."""
@@ -134,7 +89,7 @@ class Scales:
                 seconds = [sum(phase.seconds for phase in self._engine_times(each)) for each in tried]
             elif len(choices) > 1:
                 times = (self._model_times(each, self.free, recompute, _MOST_TOKENS) for each in tried)
-                seconds = [sum(phase.seconds for phase in each if phase.role == role) for each in times]
+                seconds = [sum(without_bubble(it).seconds for it in each if it.role == role) for each in times]
             else:
                 continue
             chosen[at] = role, choices[seconds.index(min(seconds))]
@@ -144,7 +99,7 @@ class Scales:
         """Seconds of a step, if memory were no matter."""
         recompute = self.free.model.gradient_checkpointing is True
         models = self._model_times(arrangement, self.free, recompute, _MOST_TOKENS)
-        return self._step(arrangement, list(map(_without_bubble, models)), 0.0)
+        return self._step(arrangement, list(map(without_bubble, models)), 0.0)
 
     def closer_bound(self, arrangement: Arrangement) -> float | Lack:
         """Seconds of a step, if only the models that train and compute log-probs had to fit; or why these do not."""
@@ -168,38 +123,48 @@ class Scales:
         for bound, option in self._by_bound(arrangement, options):
             if isinstance(best, Weighed) and bound >= best.step_s:
                 break
-            if (budget := self._budget(arrangement, option)) is not None:
-                best = _better(best, self._complete(arrangement, budget))
+            for budget in self._tried(arrangement, option):
+                best = better_of(best, self._complete(arrangement, budget))
         if best is None:
             raise AssertionError("what fits at its most frugal has a budget")
         return best
 
-    def _by_bound(self, arrangement: Arrangement, options: Sequence[_Option]) -> list[tuple[float, _Option]]:
+    def _by_bound(self, arrangement: Arrangement, options: Sequence[Option]) -> list[tuple[float, Option]]:
         """Options with the seconds of a step that they take at least, the fastest first."""
         found = []
         for option in options:
             settings = self.free if not option.recompute else self._with({TOKENS: _MOST_TOKENS, RECOMPUTE: True})
             models = self._model_times(arrangement, settings, option.recompute, _MOST_TOKENS)
-            found.append((self._step(arrangement, list(map(_without_bubble, models)), option.moved), option))
+            found.append((self._step(arrangement, list(map(without_bubble, models)), option.moved), option))
         return sorted(found, key=lambda each: each[0])
 
-    def _options(self, arrangement: Arrangement) -> tuple[_Option, ...] | Lack:
+    def _options(self, arrangement: Arrangement) -> tuple[Option, ...] | Lack:
         """What may be recomputed and moved away; or what the models lack at their most frugal."""
         key = self._training_key(arrangement)
         if key not in self._trained:
             self._trained[key] = self._least(arrangement) or tuple(self._all_options(arrangement))
         return self._trained[key]
 
-    def _all_options(self, arrangement: Arrangement) -> Iterator[_Option]:
+    def _all_options(self, arrangement: Arrangement) -> Iterator[Option]:
         for optimizer, parameters in self._offloads(arrangement):
             settings = self._budgeted(Budget(recompute=True, tokens=1, optimizer=optimizer, parameters=parameters))
             moved = self._moved(arrangement, settings)
             for recompute in self._recompute():
-                yield _Option(recompute=recompute, optimizer=optimizer, parameters=parameters, moved=moved)
+                yield Option(recompute=recompute, optimizer=optimizer, parameters=parameters, moved=moved)
 
-    def _budget(self, arrangement: Arrangement, option: _Option) -> Budget | None:
+    def _tried(self, arrangement: Arrangement, option: Option) -> Iterator[Budget]:
+        """The best budget of an option; with smaller microbatches too, where the engine's cache stays while models train."""
+        if (budget := self._budget(arrangement, option)) is None:
+            return
+        yield budget
+        if not self.case.settings.rollout.vllm.sleep and TOKENS not in self.given:
+            while (tokens := budget.tokens // 2) >= self._least_tokens(arrangement):
+                budget = replace(budget, tokens=tokens)
+                yield budget
+
+    def _budget(self, arrangement: Arrangement, option: Option) -> Budget | None:
         """The best microbatch that the models fit with, while the engine is asleep; none if none does."""
-        key = (self._training_key(arrangement), option)
+        key = (self._training_key(arrangement), option, self._room(arrangement))
         if key not in self._budgets:
             budget = Budget(
                 recompute=option.recompute, tokens=1, optimizer=option.optimizer, parameters=option.parameters
@@ -208,8 +173,11 @@ class Scales:
             choices = (
                 [] if tokens is None else [replace(budget, tokens=size) for size in self._halves(arrangement, tokens)]
             )
-            best = min(choices, key=lambda choice: self._model_seconds(arrangement, choice), default=None)
-            self._budgets[key] = best
+
+            def seconds(choice: Budget) -> float:
+                return sum(phase.seconds for phase in self._of_budget(arrangement, choice))
+
+            self._budgets[key] = min(choices, key=seconds, default=None)
         return self._budgets[key]
 
     @staticmethod
@@ -218,19 +186,17 @@ class Scales:
         return tuple((role, it.devices if role is Role.ROLLOUT else it) for role, it in arrangement.roles)
 
     def _halves(self, arrangement: Arrangement, tokens: int) -> Iterator[int]:
-        """Sizes of microbatches to choose from: the largest that fits, and where there are stages, halves of it."""
+        """Sizes of microbatches to choose from: the largest that fits, and where there are stages, smaller ones."""
         yield tokens
         if TOKENS not in self.given and any(placed.cut.pipeline > 1 for _, placed in arrangement.roles):
-            while (tokens := tokens // 2 // _GRAIN * _GRAIN) >= self._least_tokens(arrangement):
-                yield tokens
+            least = self._least_tokens(arrangement)
+            sizes = (int(tokens / 2 ** (step / _STEPS)) // GRAIN * GRAIN for step in range(1, 16 * _STEPS))
+            yield from (size for size in dict.fromkeys(sizes) if size >= least)
 
     def _least_tokens(self, arrangement: Arrangement) -> int:
         """What the longest sample needs."""
         parts = min(it.cut.sequence for role, it in arrangement.roles if role not in _NO_MODEL)
         return ceil_div(longest_sample_tokens(self.case.settings), parts)
-
-    def _model_seconds(self, arrangement: Arrangement, budget: Budget) -> float:
-        return sum(phase.seconds for phase in self._of_budget(arrangement, budget))
 
     def _recompute(self) -> list[bool]:
         given = self.case.settings.model.gradient_checkpointing
@@ -249,14 +215,10 @@ class Scales:
         parameters: Sequence[tuple[Role, ...]] = dict.fromkeys([(), reference, tuple(can["parameters"])])
         return list(product(optimizers, parameters))
 
-    def settings_of(self, arrangement: Arrangement, budget: Budget) -> TrainSettings:
-        """Settings of a run that is arranged like this."""
-        change = {**arrangement.change(self.case.settings), **budget.change(self.case.settings)}
-        return self._with(change)
-
-    def arranged(self, arrangement: Arrangement) -> TrainSettings:
-        """Settings of a run that is arranged like this, whatever its budget."""
-        return self._with(arrangement.change(self.case.settings))
+    def settings_of(self, arrangement: Arrangement, budget: Budget | None = None) -> TrainSettings:
+        """Settings of a run that is arranged like this; with a budget, if one is given."""
+        more = {} if budget is None else budget.change(self.case.settings)
+        return self._with({**arrangement.change(self.case.settings), **more})
 
     def _budgeted(self, budget: Budget) -> TrainSettings:
         """The settings with a budget, for ledgers that take all else from a layout."""
@@ -268,26 +230,39 @@ class Scales:
     def _most_tokens(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> int | None:
         """The largest microbatch that fits in the models' phases; none if none does."""
         if TOKENS in self.given:
-            tokens, memory = self.case.settings.batch.tokens_per_microbatch, self.case.memory
+            tokens, memory = self.case.settings.batch.tokens_per_microbatch, self._room(arrangement)
             fits = memory is None or self._needed(arrangement, settings, recompute) <= memory
             return tokens if fits else None
-        batch, longest, least = settings.batch, longest_sample_tokens(settings), self._least_tokens(arrangement)
-        samples = batch.prompts_per_step * batch.samples_per_prompt
+        longest, least = longest_sample_tokens(settings), self._least_tokens(arrangement)
+        samples = settings.batch.prompts_per_step * settings.batch.samples_per_prompt
         enough = max(
             ceil_div(samples, it.whole_fsdp) * longest // it.cut.sequence + 1
             for role, it in arrangement.roles
             if role not in _NO_MODEL
         )
-        memory, most = self.case.memory, max(0, min(_MOST_TOKENS, enough) - least) // _GRAIN + 1
+        memory, most = self._room(arrangement), max(0, min(_MOST_TOKENS, enough) - least) // GRAIN + 1
         if memory is None:
-            return _rounded(least, most)
+            return rounded(least, most)
 
         def needed(grains: int) -> int:
-            tokens = with_values(settings, {TOKENS: _rounded(least, grains)})
+            tokens = with_values(settings, {TOKENS: rounded(least, grains)})
             return self._needed(arrangement, tokens, recompute)
 
-        fitting = _largest(needed, most, memory)
-        return None if fitting is None else _rounded(least, fitting)
+        fitting = largest_that_fits(needed, most, memory)
+        return None if fitting is None else rounded(least, fitting)
+
+    def _room(self, arrangement: Arrangement) -> int | None:
+        """Memory that is left for the models beside what the engine holds while it is asleep; none if that is not known."""
+        memory = self.case.memory
+        if memory is None or not share_devices(*map(arrangement.layout.role, (Role.ROLLOUT, Role.ACTOR))):
+            return memory
+        rollout = arrangement.placed[Role.ROLLOUT]
+        if rollout not in self._asleep:
+            engine = engine_role(self.case.settings, arrangement.layout, self.case.model)
+            holdings = () if engine is None else engine_holdings(replace(engine, cache_bytes=0))
+            steady = (held.bytes for held in holdings if Phase.UPDATE in held.phases and not held.fleeting)
+            self._asleep[rollout] = ceil(sum(steady) * (1 + FRAGMENTS)) + 1
+        return memory - self._asleep[rollout]
 
     def _needed(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> int:
         """Bytes that the fullest device needs for the models, while the engine is asleep."""
@@ -341,12 +316,10 @@ class Scales:
         actor, rollout = arrangement.placed[Role.ACTOR], arrangement.placed[Role.ROLLOUT]
         generate, sync = (Phase.GENERATE, rollout), (Phase.SYNC, actor, rollout)
         if generate not in self._times or sync not in self._times:
-            roles = self._count(arrangement, self.free, False)
-            engine = roles.engine
-            if engine is None:
+            roles, layout = self._count(arrangement, self.free, False), arrangement.layout
+            if (engine := roles.engine) is None:
                 raise AssertionError("an arrangement has an engine")
             self._times[generate] = list(self._phases(arrangement, {}, engine))
-            layout = arrangement.layout
             apart = not share_devices(layout.role(Role.ROLLOUT), layout.role(Role.ACTOR))
             source = roles.models[Role.ACTOR]
             self._times[sync] = [movement_time(engine, source, self.cluster, self.case.constants, apart=apart)]
@@ -376,7 +349,7 @@ class Scales:
             constants=case.constants,
             device_memory=case.memory,
         )
-        if case.memory is not None and (lack := _lack(ahead.groups)) is not None:
+        if case.memory is not None and (lack := lack_of(ahead.groups)) is not None:
             return lack
         settings = self.settings_of(arrangement, budget)
         return Weighed(arrangement=arrangement, budget=budget, settings=settings, forecast=ahead)
@@ -385,9 +358,7 @@ class Scales:
         """vLLM's share of a device's memory: what its sequences need, or what is left; none where it is given or means nothing.
         A cache without room for the longest sample is a lack."""
         memory, engine = self.case.memory, engine_role(settings, arrangement.layout, self.case.model)
-        if memory is None or engine is None or not on_gpu(settings.device):
-            return None
-        if engine.cache_bytes is not None:
+        if memory is None or engine is None or engine.cache_bytes is not None or not on_gpu(settings.device):
             return None
         taken, roles = self._taken(arrangement, settings, engine, recompute, memory)
         each = engine.slot_tokens * cached_values(engine.model, engine.tensor) * engine.width
@@ -427,54 +398,4 @@ class Scales:
         budget = Budget(recompute=recompute, tokens=tokens, optimizer=optimizer, parameters=parameters)
         models = self._count(arrangement, self._budgeted(budget), recompute).models
         groups = device_groups(arrangement.layout, Roles(models=models, engine=None), self.case.memory)
-        return _lack(groups)
-
-
-def _better(one: Weighed | Lack | None, other: Weighed | Lack) -> Weighed | Lack:
-    """The faster of two that fit, the one that fits, or of two that do not the one that lacks less."""
-    if one is None or (isinstance(one, Lack) and isinstance(other, Weighed)):
-        return other
-    if isinstance(one, Weighed):
-        return other if isinstance(other, Weighed) and other.step_s < one.step_s else one
-    return other if isinstance(other, Lack) and other.lacking < one.lacking else one
-
-
-def _largest(needed: Callable[[int], int], most: int, memory: int) -> int | None:
-    """The largest number up to ``most`` that needs no more than there is, of what grows with it nearly in a line; none if that
-    is not even 0."""
-    low, high = 0, most
-    least, largest = needed(low), needed(high)
-    if least > memory:
-        return None
-    if largest <= memory:
-        return most
-    while high - low > 1:
-        guess = low + (memory - least) * (high - low) // (largest - least)
-        guess = min(max(guess, low + 1), high - 1)
-        if (count := needed(guess)) <= memory:
-            low, least = guess, count
-            if guess + 1 < high and (count := needed(guess + 1)) > memory:
-                return guess
-        else:
-            high, largest = guess, count
-    return low
-
-
-def _without_bubble(phase: PhaseTime) -> PhaseTime:
-    """A phase as if its stages never stood empty, which they do the longer the larger microbatches are."""
-    return replace(phase, parts=tuple(part for part in phase.parts if part.name != EMPTY_STAGES))
-
-
-def _rounded(least: int, grains: int) -> int:
-    """The microbatch that is so many grains above the least, at a multiple of the grain."""
-    return least if not grains else (least // _GRAIN + grains) * _GRAIN
-
-
-def _lack(groups: tuple[Group, ...]) -> Lack | None:
-    """What the devices that lack most lack; none if all fit."""
-    margins = [(group.ledger.margin(phase), group, phase) for group in groups for phase in Phase]
-    known = [(margin, group, phase) for margin, group, phase in margins if margin is not None]
-    margin, group, phase = min(known, key=lambda each: each[0], default=(0, None, Phase.UPDATE))
-    if group is None or margin >= 0:
-        return None
-    return Lack(roles=group.roles, phase=phase, lacking=-margin, what=f"{phase} lacks {-margin / GIB:,.1f} GiB")
+        return lack_of(groups)
