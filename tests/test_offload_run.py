@@ -13,6 +13,7 @@ from meshloom.config.settings import TrainSettings
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.rl import RLStage
 from meshloom.loop.train import run_training
+from meshloom.observe.records import read_samples
 from meshloom.plan.build import build_plan
 from meshloom.plan.device_checks import lay_out
 from meshloom.plan.forecast import count_roles
@@ -247,3 +248,18 @@ def test_the_plan_of_one_device_shows_what_leaves_it_and_what_each_phase_holds(i
     )
     assert everything.value("held in generate") == plan.value("held in generate") + moments
     assert build_plan(train_settings(inputs, inputs / "planned"), 8).outlook is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_on_many_devices_sharded_parts_leave_too(inputs: Path, tmp_path: Path, place: str) -> None:
+    """Engines have copies, so the actor's weights leave while they generate; samples are those of one device."""
+    brief = (*BRIEF, "checkpoint.every_steps=0", "validation.every_steps=0")
+    for name, more in (("alone", ()), ("two", ("cluster.devices_per_node=2", *away(place)))):
+        assert run_training(train_settings(inputs, tmp_path / name, *brief, *more), resume=False) == 0
+
+    ids = [[s["response_ids"] for s in read_samples(tmp_path / name)] for name in ("alone", "two")]
+    assert ids[0] == ids[1]
+    lines = boundaries(tmp_path / "two")
+    assert {line["at"]["actor.parameters"] for line in lines if line["phase"] == "generate"} == {place}
+    assert not (tmp_path / "two" / "offload").exists()

@@ -5,7 +5,9 @@ copied, what a phase computes. Always holds: after ``enter`` every part is where
 by its bytes, or the run stops and names the part.
 """
 
+import errno
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +40,7 @@ class Residents:
         models: of this process, by role. Parts of other roles are not looked at.
         folder: for what goes to disk; it is this run's own, and what an earlier process left in it is removed.
         log: takes a record at each boundary: ``step``, ``phase``, ``at`` (each part's place), seconds and bytes.
-        rank: of this process among those that share the folder.
+        rank: of this process among those that share the folder; all of them are made before one of them enters a phase.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Residents:
         from meshloom.train.residency import ResidentModel
 
         if self._goes_to_disk:
-            self._make_folder()
+            self._clear_folder()
         places: dict[str, dict[Part, Residency]] = {}
         for stay in moving:
             places.setdefault(stay.role, {})[stay.part] = stay.otherwise
@@ -139,16 +141,19 @@ class Residents:
     def _at(self, stay: Stay) -> Residency:
         return self._residents[stay.role].at[stay.part] if stay.moves else Residency.DEVICE
 
-    def _make_folder(self) -> None:
+    def _clear_folder(self) -> None:
+        """Remove what an earlier process left; the folder is made when something goes there."""
+        there = _nearest(self._folder)
         try:
+            if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "it cannot be written to", str(there))
             if self._rank == 0 and self._folder.is_dir():
                 shutil.rmtree(self._folder)
-            self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
                 "the folder for what goes to disk cannot be used",
                 where=f"offload.folder: {self._folder}",
-                why=error.strerror or str(error),
+                why=f"{there}: {error.strerror}",
                 fix="another offload.folder",
             ) from error
 
@@ -179,14 +184,18 @@ def check_room(folder: Path, planned: Sequence[Stay], models: Mapping[str, Train
         for stay in planned
         if stay.moves and stay.otherwise is Residency.DISK and stay.role in models
     )
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    if needed and (free := shutil.disk_usage(there).free) < needed:
+    if needed and (free := shutil.disk_usage(_nearest(folder)).free) < needed:
         raise UserError(
             f"there is no room for what goes to disk: {needed / 2**30:,.2f} GiB",
             where=f"offload.folder: {folder}",
             why=f"{free / 2**30:,.2f} GiB are free there",
             fix="another offload.folder, or the host's memory (offload.ROLE.parameters=host)",
         )
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the one above it that is there."""
+    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
 
 
 def _bytes_of(model: TrainedModel, part: Part) -> int:
