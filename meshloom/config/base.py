@@ -11,13 +11,28 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from meshloom.config.provenance import Provenance
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+MANY = 2**53
+"""The most that a count can be: up to it floats are exact, so that formulas are."""
+Count = Annotated[int, Field(ge=1, le=MANY)]
+CountOrZero = Annotated[int, Field(ge=0, le=MANY)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Place = Annotated[str, AfterValidator(os.path.expanduser)]
+
+
+def _as_place(value: str) -> str:
+    """A name with the home folder in it.
+
+    Raises:
+        ValueError: if no file can have it.
+    """
+    if "\0" in value:
+        raise ValueError("a name of a file has no null character")
+    return os.path.expanduser(value)
+
+
+Place = Annotated[str, AfterValidator(_as_place)]
 """Name of a file or folder, relative to the current directory; ``~`` is the home folder, which no shell puts in after ``=``."""
 
 

@@ -6,9 +6,12 @@ Owns: their defaults, ranges and meaning. Refuses to know: which devices exist, 
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from meshloom.config.base import Count, Place, Settings
+
+MOST_DEVICES = 65_536
+"""Devices that a node can be said to have."""
 
 
 def _as_devices(value: Any) -> Any:
@@ -42,12 +45,16 @@ class Fabric(StrEnum):
     """By a Ray cluster (extra: ray)."""
 
 
+Nodes = Annotated[int, Field(ge=1, le=1_000_000)]
+DevicesOfNode = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+
+
 class ClusterSettings(Settings):
     """The machines of a run."""
 
-    nodes: Count = 1
+    nodes: Nodes = 1
     """Machines."""
-    devices_per_node: Count | None = None
+    devices_per_node: DevicesOfNode | None = None
     """Devices of each machine that the run may use. Default: one, unless ``placement``, ``parallel`` or more nodes ask for
     several; then what this machine has, or, if it has none, as many as ``placement`` names."""
     node_names: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from meshloom.config.base import MANY
 from meshloom.config.names import Advantage, KlEstimator, PolicyLoss
 from meshloom.config.settings import Settings
 
@@ -132,6 +133,7 @@ class Keys:
 
 def _range(node: Mapping[str, Any]) -> str:
     low, high = node.get("minimum"), node.get("maximum")
+    high = None if high == MANY else high
     if low is not None and high is not None:
         return f" from {low} to {high}"
     bounds = (("≥", low), (">", node.get("exclusiveMinimum")), ("≤", high), ("<", node.get("exclusiveMaximum")))

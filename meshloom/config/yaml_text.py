@@ -73,6 +73,13 @@ class Document:
 
 def read(text: str) -> Document:
     """Read one YAML document; faults of its form are in the result, not raised."""
+    try:
+        return _read(text)
+    except RecursionError:
+        return Document(faults=[(1, "this is nested too deeply to be settings")])
+
+
+def _read(text: str) -> Document:
     document = Document()
     try:
         loader = _Loader(text)
@@ -131,9 +138,14 @@ class _Builder:
         try:
             if node.tag == f"{_PREFIX}int" and digits:
                 return int(digits[1] + digits[3], {"0o": 8, "0x": 16, "": 10}[digits[2]])
-            return self.loader.construct_object(node)
+            value = self.loader.construct_object(node)
+            if isinstance(value, str) and not value.isascii():
+                value.encode()
+            return value
+        except UnicodeEncodeError:
+            return self.fault(node, f"{_short(node.value)} holds half of a character")
         except (ValueError, KeyError, yaml.YAMLError):
-            return self.fault(node, f"{node.value!r} is not of the type {node.tag.replace(_PREFIX, '!!')}")
+            return self.fault(node, f"{_short(node.value)} is not of the type {node.tag.replace(_PREFIX, '!!')}")
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         own: dict[str, Any] = {}
@@ -176,6 +188,10 @@ class _Builder:
             else:
                 self.fault(source, "<< merges mappings only")
         return values
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 60 else f"{text[:60]!r}…"
 
 
 def write(data: Any) -> str:

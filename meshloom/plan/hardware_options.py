@@ -22,6 +22,9 @@ _UNITS = {
 }
 
 
+_MANY = 2**60
+
+
 @dataclass(frozen=True, kw_only=True)
 class HardwareOptions:
     """Options of ``meshloom plan``; what is none is left to the settings."""
@@ -59,4 +62,7 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if found is None or found[2] not in _UNITS:
         raise UserError(f"{text!r} is no amount of memory", fix="write for example 80GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    count = float(found[1]) * _UNITS[found[2]]
+    if not 1 <= count < _MANY:
+        raise UserError(f"{text[:40]!r} is no amount of memory that a device has", fix="write for example 80GiB")
+    return int(count)

@@ -69,7 +69,7 @@ def _first_rows(found: Findings, path: str, source: SourceSettings, settings: An
     """The first row of each file that can be read; what is missing altogether is refused elsewhere."""
     if source.dataset is not None and importlib.util.find_spec("datasets") is None:
         what = "a Hugging Face dataset needs the package datasets"
-        found.refuse("D003", f"{path}.dataset", what, fix='pip install datasets')
+        found.refuse("D003", f"{path}.dataset", what, fix="pip install datasets")
     firsts: list[_First] = []
     for name in source.files:
         file = Path(name)
@@ -90,14 +90,11 @@ def _first_rows(found: Findings, path: str, source: SourceSettings, settings: An
 
 def _has_template(folder: Path) -> bool | None:
     """Whether the tokenizer of a model folder has a chat template; none if there is no tokenizer to be asked."""
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    config = folder / "tokenizer_config.json"
-    if not config.is_file():
-        return None
     try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError:
+        if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+            return True
+        values = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
     return isinstance(values, dict) and bool(values.get("chat_template"))
 

@@ -35,6 +35,8 @@ _FLOAT32 = 4
 _SMALLEST_SLOT, _PAGE = 64, 64
 _SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
+_OPTIONAL_KEYS = ("head_dim", "num_key_value_heads")
+
 _GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
 
 
@@ -70,6 +72,7 @@ class ModelShape:
         """
         config = folder.text_config
         missing = [key for key in _SHAPE_KEYS if not isinstance(config.get(key), int)]
+        missing += [key for key in _OPTIONAL_KEYS if not isinstance(config.get(key) or 0, int)]
         if missing:
             raise UnknownShape(f"config.json has no {', '.join(missing)}")
         heads = config["num_attention_heads"]

@@ -154,13 +154,14 @@ class Divisible:
     def of(cls, config: Mapping[str, Any]) -> "Divisible | None":
         """From a model's config.json; none if it lacks one of them."""
         layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
-        if not isinstance(layers, int) or not isinstance(heads, int):
+        key_values = config.get("num_key_value_heads") or heads
+        if not isinstance(layers, int) or not isinstance(heads, int) or not isinstance(key_values, int):
             return None
         intermediate = config.get("intermediate_size")
         return cls(
             layers=layers,
             heads=heads,
-            key_value_heads=config.get("num_key_value_heads") or heads,
+            key_value_heads=key_values,
             intermediate=intermediate if isinstance(intermediate, int) else None,
         )
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.config.errors import UserError
+from meshloom.plan.model_config import require_config
 
-_HEADER_LIMIT = 100_000_000
+_HEADER_LIMIT, _SIZE_LIMIT = 100_000_000, 2**48
 _HEADS = ("lm_head.weight",)
 _TABLES = ("embed_tokens.weight", "wte.weight")
 
@@ -53,8 +54,8 @@ def read_safetensors_header(path: Path) -> dict[str, TensorHeader]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             ends = [int(entry["data_offsets"][1]) for entry in header.values()]
-            tensors = {name: TensorHeader(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            tensors = {name: TensorHeader(entry["dtype"], _shape(entry["shape"])) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise _not_safetensors(path, start, size) from error
     if size < (needed := 8 + length + max(ends, default=0)):
         raise UserError(
@@ -63,6 +64,17 @@ def read_safetensors_header(path: Path) -> dict[str, TensorHeader]:
             fix="copy or download the file again",
         )
     return tensors
+
+
+def _shape(sizes: list[Any]) -> tuple[int, ...]:
+    """Sizes of a tensor.
+
+    Raises:
+        ValueError: if one cannot be.
+    """
+    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < _SIZE_LIMIT for size in sizes):
+        raise ValueError(f"{sizes} is no shape")
+    return tuple(sizes)
 
 
 def _not_safetensors(path: Path, start: bytes, size: int) -> UserError:
@@ -113,13 +125,13 @@ class ModelFolder:
         """Kinds of rotary embeddings that depend on the longest sequence of a pass, and up to which position they do not."""
         given = self.text_config.get("rope_parameters") or self.text_config.get("rope_scaling") or {}
         made_for = self.text_config.get("original_max_position_embeddings")
-        made_for = made_for or self.text_config.get("max_position_embeddings", 0)
+        made_for = made_for or self.text_config.get("max_position_embeddings") or 0
         limits: dict[str, int] = {}
         # Families with several kinds of layers give parameters for each kind.
         for rope in (given, *(entry for entry in given.values() if isinstance(entry, Mapping))):
             kind = str(rope.get("rope_type") or rope.get("type") or "")
             if "dynamic" in kind or kind == "longrope":
-                limits[kind] = int(rope.get("original_max_position_embeddings") or made_for)
+                limits[kind] = rope.get("original_max_position_embeddings") or made_for
         return limits
 
     def linear_layers(self, targets: tuple[str, ...]) -> dict[str, TensorHeader]:
@@ -149,6 +161,14 @@ def read_model_folder(path: Path) -> ModelFolder:
         UserError: if the folder, its configuration or a file of weights is missing or unreadable, or weights are pickles.
     """
     where = f"model.path ({path})"
+    try:
+        return _read_model_folder(path, where)
+    except OSError as error:
+        what = f"{error.filename or path} cannot be read: {error.strerror or error}"
+        raise UserError(what, where=where, fix="give a local folder with config.json and safetensors") from error
+
+
+def _read_model_folder(path: Path, where: str) -> ModelFolder:
     if not path.is_dir():
         folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, folders, n=4, cutoff=0.4)
@@ -162,10 +182,9 @@ def read_model_folder(path: Path) -> ModelFolder:
         raise UserError(
             f"{path} has no config.json", where=where, why=f"it holds: {held}", fix=_model_near(path)
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path / 'config.json'} is not JSON: {error}", where=where) from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path / 'config.json'} holds no object", where=where)
+    config = require_config(config, path / "config.json", where)
     tensors: dict[str, TensorHeader] = {}
     for name in _weight_files(path, where):
         tensors |= read_safetensors_header(path / name)
@@ -193,7 +212,10 @@ def _weight_files(path: Path, where: str) -> list[str]:
         raise UserError(f"{path} has no weights: model.safetensors is missing", where=where)
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        strangers = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+        if strangers or not names:
+            raise ValueError(f"it names {strangers[0]!r}, no file of this folder" if strangers else "it names no file")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(
             f"{index} is no index of weights", where=where, why=f"{type(error).__name__}: {error}"
         ) from error

@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 Config = Mapping[str, Any]
+_MOST_LAYERS = 100_000
 
 
 class UnknownFamily(ValueError):
@@ -194,6 +195,10 @@ def count_parameters(config: Config) -> DecoderNumbers:
         raise UnknownFamily(f"model_type {family!r}: known are {', '.join(_FAMILIES)}")
     defaults, build = _FAMILIES[family]
     sizes = _Sizes(family, {**_COMMON, **defaults}, text)
+    if sizes.number("num_hidden_layers") > _MOST_LAYERS:
+        raise UnknownFamily(
+            f"{sizes.number('num_hidden_layers'):,} layers are more than the {_MOST_LAYERS:,} that are counted"
+        )
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     return build(sizes, bool(sizes["tie_word_embeddings"] if tied is None else tied))
 
@@ -266,7 +271,7 @@ def _mlp(sizes: _Sizes, index: int) -> dict[str, int]:
         sizes.number("num_experts_per_tok"),
     )
     width = sizes.number("moe_intermediate_size" if sizes["moe_intermediate_size"] else "intermediate_size")
-    shared = int(sizes["n_shared_experts"] or 0)
+    shared = sizes.number("n_shared_experts") if sizes["n_shared_experts"] else 0
     biases = 2 * width + hidden if sizes["expert_bias"] else 0
     return {
         "experts": number * (3 * hidden * width + biases),
@@ -295,14 +300,15 @@ def _latent(sizes: _Sizes, tied: bool) -> DecoderNumbers:
     attention = hidden * (rank + rotary) + rank * (query - heads * rotary + value) + value * hidden
     attention += rank + rotary + hidden if bias else 0
     norms = 2 * hidden + rank
-    if (low := sizes["q_lora_rank"]) is None:
+    low = None if sizes["q_lora_rank"] is None else sizes.number("q_lora_rank")
+    if low is None:
         attention += hidden * query
     else:
         attention += hidden * low + low * query + (low if bias else 0)
         norms += low
     count = sizes.number("num_hidden_layers")
     layers = (Layer(attention=attention, norms=norms, **_mlp(sizes, index)) for index in range(count))
-    further = sizes["num_nextn_predict_layers"] or sizes["num_mtp_layers"] or 0
+    further = next((sizes.number(key) for key in ("num_nextn_predict_layers", "num_mtp_layers") if sizes[key]), 0)
     one = Layer(attention=attention, norms=norms, **_mlp(sizes, count)).total
     # Each joins the norms of embedding and hidden state in one projection, and has a norm of its own after its layer.
     each = one + 3 * hidden + 2 * hidden * hidden

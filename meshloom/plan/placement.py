@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 
-from meshloom.config.cluster_settings import ClusterSettings, ParallelSettings
+from meshloom.config.cluster_settings import MOST_DEVICES, ClusterSettings, ParallelSettings
 from meshloom.config.environment import visible_gpus
 from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.plan.faults import Change, Fault
@@ -22,7 +22,7 @@ from meshloom.plan.host_names import expand
 from meshloom.plan.topology import DeviceSet, Topology
 
 FORM = "devices are integers (as this process sees them) or node:index"
-_ENTRY = re.compile(r"(?:(?P<node>[^:]+):)?(?P<index>\d+|\d+-\d+|all|\*)")
+_ENTRY = re.compile(r"(?:(?P<node>[^:]+):)?(?P<index>\d{1,18}|\d{1,18}-\d{1,18}|all|\*)")
 _DEVICE_WORDS = ("cuda", "gpu", "cpu", "rocm", "hip", "xpu", "npu", "mps")
 
 
@@ -128,8 +128,8 @@ def _without_names() -> tuple[Change, ...]:
 def _named(settings: TrainSettings) -> int:
     """Devices of a node as far as the placement names them, at least one."""
     lists = (value for value in placements(settings).values() if not isinstance(value, str))
-    ends = (re.search(r"(\d+)$", str(entry)) for entries in lists for entry in entries)
-    return max((int(found[1]) + 1 for found in ends if found), default=1)
+    ends = (re.search(r"(\d{1,18})$", str(entry)) for entries in lists for entry in entries)
+    return min(max((int(found[1]) + 1 for found in ends if found), default=1), MOST_DEVICES)
 
 
 def devices_of(role: Role, settings: TrainSettings, topology: Topology) -> tuple[DeviceSet | None, list[Fault]]:
@@ -241,7 +241,7 @@ class _Reader:
             return self.fault("P001", f"{entry!r} names no device: {FORM}", form=self._form())
         last = topology.node_name(topology.num_nodes - 1)
         have = topology.node_name(0) if topology.num_nodes == 1 else f"{topology.node_name(0)} to {last}"
-        number = re.fullmatch(r"node([1-9]\d*)", name)
+        number = re.fullmatch(r"node([1-9]\d{0,5})", name)
         more = [{"cluster.nodes": int(number[1])}] if number and not topology.names else []
         return self.fault("P004", f"there is no node {name!r}: the nodes are {have}", first=more)
 
@@ -262,7 +262,7 @@ class _Reader:
             start = self.topology.devices_of(node).start
             self.meant.append(range(start + first, start + size))
         have = "0" if size == 1 else f"0-{size - 1}"
-        more = [{"cluster.devices_per_node": index + 1}] if index >= size else []
+        more = [{"cluster.devices_per_node": index + 1}] if size <= index < MOST_DEVICES else []
         self.fault("P002", f"device {index}: node has {have}", first=more)
 
 
