@@ -9,8 +9,10 @@ from torch.distributed.tensor import DTensor
 from meshloom.plan.residency import Residency
 from meshloom.plan.stays import Part
 from meshloom.train.load import load_model
+from meshloom.train.mesh import make_mesh
 from meshloom.train.mesh_model import MeshModel
 from meshloom.train.residency import ResidentModel
+from meshloom.train.tensor_parallel import cut_layers
 from meshloom.weights.engine_copy import EngineCopy
 from meshloom.weights.mesh_giver import MeshGiver
 from meshloom.weights.reshard import Resharder
@@ -79,6 +81,27 @@ def feed_engines(
     return wrong
 
 
+def feed_cut_engines(meshes: list[tuple[Axes, list[int]]], folder: str, axes: Axes, ranks: list[int]) -> list[str]:
+    """Bring a trained model's weights to copies whose layers are cut; names of tensors that are not what they should be."""
+    mesh, engine_mesh = mesh_of(meshes), make_mesh(axes, ranks, CPU)
+    model = model_on(mesh, folder) if dist.get_rank() in meshes[0][1] else None
+    copy = None
+    if engine_mesh is not None:
+        plain = load_model(folder, torch.bfloat16, CPU)
+        cut_layers(plain, engine_mesh)
+        copy = EngineCopy(plain)
+        copy.empty()
+        copy.take_memory()
+    resharder = Resharder(
+        None if model is None else MeshGiver(model),
+        None if copy is None else copy.taker,
+        device=CPU,
+        bucket_bytes=9_000,
+    )
+    resharder.move(0)
+    return _unlike(model, copy, torch.bfloat16)
+
+
 def _unlike(model: MeshModel | None, copy: EngineCopy | None, dtype: torch.dtype) -> list[str]:
     """Names of a copy's tensors that are not the trainer's, gathered whole."""
     whole: list[dict[str, torch.Tensor]] = [{}]
@@ -90,10 +113,15 @@ def _unlike(model: MeshModel | None, copy: EngineCopy | None, dtype: torch.dtype
     dist.broadcast_object_list(whole, src=0)
     if copy is None:
         return []
-    found = dict(copy.module.named_parameters())
+    found = {name: whole_of(parameter) for name, parameter in copy.module.named_parameters()}
     return [
         name for name, value in merged(whole[0]).items() if not torch.allclose(found[name], value.to(dtype), rtol=1e-6)
     ]
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def merged(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

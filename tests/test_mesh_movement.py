@@ -43,3 +43,15 @@ def test_engines_get_what_gathering_whole_tensors_gives(four_ranks: Ranks, folde
     for meshes, lora in ((BOTH, False), (three, True)):
         arguments = (meshes, folder, [0, 3], torch.float32, lora)
         assert four_ranks.run(mesh_movement_checks.feed_engines, *arguments) == [[]] * 4
+
+
+def test_engines_whose_layers_are_cut_get_their_parts(four_ranks: Ranks, folders: Path) -> None:
+    """On the same devices, and from two to two others; key-value heads that are whole on every rank among them."""
+    folder = folder_of(folders, "qwen3")
+    wide: Meshes = [((("fsdp", 4),), [0, 1, 2, 3])]
+    for meshes, axes, ranks in (
+        (wide, (("tp", 4),), [0, 1, 2, 3]),
+        (BOTH, (("replicate", 2), ("tp", 2)), [0, 1, 2, 3]),
+        (PAIRS, (("tp", 2),), [2, 3]),
+    ):
+        assert four_ranks.run(mesh_movement_checks.feed_cut_engines, meshes, folder, axes, ranks) == [[]] * 4

@@ -12,7 +12,7 @@ from torch import UntypedStorage, nn
 
 from meshloom.train.shelves import own_storages
 from meshloom.weights.layouts import Box
-from meshloom.weights.shards import ModuleTaker
+from meshloom.weights.shards import ModuleTaker, local_of
 
 
 class EngineCopy:
@@ -20,7 +20,7 @@ class EngineCopy:
 
     Args:
         module: that an engine samples with.
-        held: of parameters that are a part of a tensor, by name: the shape of the whole and the part; see ``ModuleTaker``.
+        held: of plain parameters that are a part of a tensor; see ``ModuleTaker``.
 
     ``is_empty`` says that it has no memory, ``is_filled`` that its values came from the trainer since it had memory last.
     """
@@ -44,7 +44,7 @@ class EngineCopy:
         """Give up its memory, and its values."""
         if self._away:
             return
-        own_storages(self.module.parameters())
+        own_storages(local_of(parameter) for parameter in self.module.parameters())
         self._away = [(storage, storage.nbytes()) for storage in _storages(self.module)]
         for storage, _ in self._away:
             storage.resize_(0)
@@ -61,6 +61,6 @@ class EngineCopy:
 def _storages(module: nn.Module) -> list[UntypedStorage]:
     found: dict[int, UntypedStorage] = {}
     for parameter in module.parameters():
-        storage = parameter.untyped_storage()
+        storage = local_of(parameter).untyped_storage()
         found.setdefault(storage._cdata, storage)
     return list(found.values())

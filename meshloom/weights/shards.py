@@ -121,30 +121,31 @@ class ModuleTaker:
     """A module's parameters, looked up at each movement: an engine may have laid them elsewhere since.
 
     Args:
-        module: whose parameters are filled; tied ones once, under their first name.
-        held: of each parameter, by name: the shape of the whole tensor and the box that it is; whole tensors where it is not
-            named.
+        module: whose parameters are filled, whole, or the parts that DTensors say; tied ones once, under their first name.
+        held: of plain parameters that are parts, by name: the shape of the whole tensor and the box that each is.
     """
 
     def __init__(self, module: nn.Module, held: Mapping[str, tuple[tuple[int, ...], Box]] | None = None) -> None:
         self._module, self._held = module, dict(held or {})
-        self._now: dict[str, Tensor] = {}
+        self._now: dict[str, tuple[Box, Tensor]] = {}
 
     def parts(self) -> dict[str, Part]:
         found = {}
         for name, parameter in self._module.named_parameters():
-            shape, box = self._held.get(name, (tuple(parameter.shape), Box.whole(parameter.shape)))
-            if box.shape != tuple(parameter.shape):
+            shape, box = self._held.get(name, (tuple(parameter.shape), held_by(parameter)))
+            if box.shape != tuple(local_of(parameter).shape):
                 raise ValueError(f"{name} is {list(parameter.shape)}, and is to hold {box}")
             found[name] = Part(shape, (box,), parameter.dtype)
         return found
 
     def begin(self) -> None:
-        self._now = {name: parameter.detach() for name, parameter in self._module.named_parameters()}
+        self._now = {
+            name: (self._held[name][1] if name in self._held else held_by(parameter), local_of(parameter))
+            for name, parameter in self._module.named_parameters()
+        }
 
     def views(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
-        tensor = self._now[name]
-        held = self._held[name][1] if name in self._held else Box.whole(tensor.shape)
+        held, tensor = self._now[name]
         yield box, box.of(tensor, held)
 
 
@@ -220,6 +221,6 @@ def held_by(tensor: Tensor) -> Box:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The values that this rank holds of a tensor."""
-    with torch.no_grad():
-        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    """What this rank holds of a tensor: itself, or the shard in it."""
+    with torch.no_grad():  # which gives the shard itself, not a view of it
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
