@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from meshloom.cli import main
 from meshloom.config.cluster_settings import Fabric
 from meshloom.config.errors import UserError
 from meshloom.fabric.hostfile import Host, launch_on_hosts, own_address, read_hosts
@@ -240,3 +241,17 @@ def test_variables_of_launchers_are_read() -> None:
     assert hosts_of("gpu[01-02,7],login,a[1-2]b") == ["gpu01", "gpu02", "gpu7", "login", "a1b", "a2b"]
     with pytest.raises(UserError, match="cannot be read"):
         hosts_of("gpu[01")
+
+
+def test_the_launch_command_hands_on_what_train_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("worker-0 slots=8\n")
+    words = ["launch", "--hostfile", str(hosts), "run.yaml", "--dry-run", "optimizer.lr=1", "--resume"]
+    assert main([*words, "--device-map", "map.yaml", "--address", "head", "--python", "/opt/python"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("head: ")
+    assert lines[0].endswith(" -m meshloom train run.yaml optimizer.lr=1 --resume --device-map map.yaml")
+    assert (
+        lines[1].startswith("worker-0: 8 workers: ssh ") and "exec /opt/python -m meshloom.fabric.attendant" in lines[1]
+    )
+    assert main(["launch", "--hostfile", str(tmp_path / "none"), "run.yaml"]) == 2
