@@ -179,7 +179,8 @@ def _table(comparison: Comparison) -> Table:
     fastest = min((outcome.step_s for _, outcome in comparison.found if outcome is not None), default=0.0)
     for variant, outcome in comparison.found:
         if outcome is None:
-            table.add_row(Text(variant.name, style="dim"), "–", *[""] * 5, Text(variant.refused, style="dim"), "")
+            why = variant.refused or "its engine cannot be counted"
+            table.add_row(Text(variant.name, style="dim"), "–", *[""] * 5, Text(why, style="dim"), "")
             continue
         style = "bold" if outcome.step_s == fastest else ""
         table.add_row(Text(variant.name, style=style), *_cells(outcome, given))

@@ -144,12 +144,9 @@ def _splits(given: Look, chosen: Sequence[int] | None) -> Iterator[int]:
         if 0 < count < total:
             yield count
         elif chosen is not None:
-            what = (
-                f"{count} devices for generation leave none of {total} for training"
-                if count
-                else "generation needs devices"
-            )
-            raise UserError(what, where="--rollout-devices", fix=f"1 to {total - 1}")
+            what = f"{count} devices for generation leave none of {total} for training"
+            fix = f"1 to {total - 1}" if total > 1 else "give --devices-per-node, or leave --rollout-devices out"
+            raise UserError(what, where="--rollout-devices", fix=fix)
 
 
 def _split(case: Case, given: Look, count: int) -> Change:
