@@ -104,18 +104,15 @@ def feed_cut_engines(meshes: list[tuple[Axes, list[int]]], folder: str, axes: Ax
 
 def _unlike(model: MeshModel | None, copy: EngineCopy | None, dtype: torch.dtype) -> list[str]:
     """Names of a copy's tensors that are not the trainer's, gathered whole."""
-    whole: list[dict[str, torch.Tensor]] = [{}]
-    if model is not None:
-        gathered = {
-            name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.module.named_parameters()
-        }
-        whole[0] = {name: tensor.detach().clone() for name, tensor in gathered.items()}
-    dist.broadcast_object_list(whole, src=0)
+    mine = {} if model is None else {n: whole_of(tensor).clone() for n, tensor in model.module.named_parameters()}
+    told: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
     if copy is None:
         return []
+    whole = {name: tensor for each in told for name, tensor in each.items()}
     found = {name: whole_of(parameter) for name, parameter in copy.module.named_parameters()}
     return [
-        name for name, value in merged(whole[0]).items() if not torch.allclose(found[name], value.to(dtype), rtol=1e-6)
+        name for name, value in merged(whole).items() if not torch.allclose(found[name], value.to(dtype), rtol=1e-6)
     ]
 
 

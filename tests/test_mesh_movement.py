@@ -12,6 +12,7 @@ from tests.ranks import Ranks
 
 Meshes = list[tuple[Axes, list[int]]]
 PAIRS: Meshes = [((("fsdp", 2),), [0, 1]), ((("tp", 2),), [2, 3])]
+STAGES: Meshes = [((("pp", 2), ("fsdp", 2)), [0, 1, 2, 3])]
 BOTH: Meshes = [((("fsdp", 2), ("tp", 2)), [0, 1, 2, 3])]
 
 
@@ -34,13 +35,14 @@ def test_sharded_parts_that_leave_between_verbs_change_nothing(
 
 
 def test_engines_get_what_gathering_whole_tensors_gives(four_ranks: Ranks, folders: Path) -> None:
-    """Uneven shards and a tied table; adapters are merged on the way."""
+    """Uneven shards, a tied table, stages of a pipeline; adapters are merged on the way."""
     tied = folder_of(folders, "qwen2", attention_bias=False)
     three: Meshes = [((("fsdp", 3),), [0, 1, 2]), ((), [3])]
     for engines, dtype in (([0, 1, 2], torch.float32), ([1, 3], torch.bfloat16)):
         assert four_ranks.run(mesh_movement_checks.feed_engines, three, tied, engines, dtype) == [[]] * 4
+    assert four_ranks.run(mesh_movement_checks.feed_engines, STAGES, tied, [1, 2], torch.float32) == [[]] * 4
     folder = folder_of(folders, "qwen3")
-    for meshes, lora in ((BOTH, False), (three, True)):
+    for meshes, lora in ((BOTH, False), (STAGES, False), (three, True)):
         arguments = (meshes, folder, [0, 3], torch.float32, lora)
         assert four_ranks.run(mesh_movement_checks.feed_engines, *arguments) == [[]] * 4
 
