@@ -26,7 +26,7 @@ from meshloom.simulate.lengths import LengthSource, parse_distribution, read_rec
 from meshloom.simulate.outcome import Outcome, control_of
 from meshloom.simulate.replica import Replica, Share, Speed
 from meshloom.simulate.stage import VirtualStage
-from meshloom.simulate.variants import case_of
+from meshloom.simulate.variants import given_case
 from tests.test_plan_outlook import public
 
 EIGHT = ("cluster.devices_per_node=8", "rollout.max_sequences=128")
@@ -53,7 +53,7 @@ def found(comparison: Comparison) -> dict[str, Outcome]:
 
 
 def costs_of(given: TrainSettings, prompt: int = 128, response: int = 1024) -> Costs:
-    made = Costs.of(case_of(given).look({}), Lengths(prompt=prompt, response=response, longest=response))
+    made = Costs.of(given_case(given).look({}), Lengths(prompt=prompt, response=response, longest=response))
     assert made is not None
     return made
 
@@ -321,6 +321,16 @@ def test_variants_that_cannot_work_are_named_with_the_reason(model: Path) -> Non
     comparison = compare(small, Question(steps=1, lags=(1,), rollout_devices=(6,)))
     assert "holds" in comparison.found[1][0].refused
     assert comparison.found[1][1] is None
+
+
+def test_a_placement_that_is_searched_is_what_is_given(model: Path) -> None:
+    given = settings(model, "cluster.devices_per_node=4", "placement.auto=true")
+    chosen = compare(given, Question(steps=1, lags=(0,), rollout_devices=())).found[0]
+    assert chosen[0].name.startswith("as given: ")
+    assert chosen[1] is not None
+    by_hand = compare(settings(model, "cluster.devices_per_node=4"), Question(steps=1, lags=(0,), rollout_devices=()))
+    assert by_hand.found[0][1] is not None
+    assert chosen[1].step_s <= by_hand.found[0][1].step_s * 1.03
 
 
 def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,14 +13,16 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshloom.config.problems import require_none
 from meshloom.config.settings import TrainSettings
+from meshloom.plan.auto import choose
 from meshloom.plan.build import build_plan
 from meshloom.plan.faults import overrides
 from meshloom.plan.forecast import Lengths
 from meshloom.simulate.costs import Costs
 from meshloom.simulate.lengths import LengthSource, parse_distribution, read_recorded
 from meshloom.simulate.outcome import Options, Outcome, simulate
-from meshloom.simulate.variants import Variant, case_of, variants
+from meshloom.simulate.variants import Variant, given_case, variants
 
 _EVENTS, _MOST_STEPS, _LEAST_STEPS = 100_000, 100, 5
 
@@ -79,8 +81,9 @@ def compare(settings: TrainSettings, question: Question) -> Comparison:
     Raises:
         UserError: if the plan refuses the run, or the question cannot be answered.
     """
+    settings = _placed(settings)
     build_plan(settings, None).require()
-    case = case_of(settings)
+    case = given_case(settings)
     settings = case.settings
     source = _source(settings, question)
     prompt, response, longest = source.means()
@@ -103,6 +106,19 @@ def compare(settings: TrainSettings, question: Question) -> Comparison:
         in_flight=question.in_flight,
         found=tuple(found),
     )
+
+
+def _placed(settings: TrainSettings) -> TrainSettings:
+    """The settings that a search has chosen, where they ask for one.
+
+    Raises:
+        UserError: if it can choose nothing.
+    """
+    if not settings.placement.auto:
+        return settings
+    ranking = choose(settings)
+    require_none(ranking.problems, f"simulate {settings.run_dir}")
+    return ranking.chosen or settings
 
 
 def _source(settings: TrainSettings, question: Question) -> LengthSource:

@@ -10,19 +10,15 @@ from pathlib import Path
 
 from meshloom.config.errors import UserError
 from meshloom.config.settings import TrainSettings
-from meshloom.plan.constants import Constants
-from meshloom.plan.constants_file import read_constants
 from meshloom.plan.device_checks import lay_out
 from meshloom.plan.faults import Change, with_values
 from meshloom.plan.fitting import GIB, Case, Look
 from meshloom.plan.hardware import find_device
 from meshloom.plan.lag import LAG, most_updates
 from meshloom.plan.layout import share_devices
-from meshloom.plan.memory import on_gpu, trainable_parameters
-from meshloom.plan.meshes import Divisible
+from meshloom.plan.memory import on_gpu
 from meshloom.plan.model_folder import read_model_folder
-from meshloom.plan.outlook import with_device_kind
-from meshloom.plan.parameters import count_parameters
+from meshloom.plan.outlook import case_of, with_device_kind
 from meshloom.plan.placement import Role, devices_of_machine, placements, roles_of
 from meshloom.plan.residency import Phase
 from meshloom.plan.topology import DeviceSet
@@ -47,7 +43,7 @@ class Variant:
     refused: str = ""
 
 
-def case_of(settings: TrainSettings) -> Case:
+def given_case(settings: TrainSettings) -> Case:
     """A run whose variants can be laid out and counted.
 
     Args:
@@ -57,24 +53,12 @@ def case_of(settings: TrainSettings) -> Case:
         UserError: if the kind of its devices is not given.
     """
     settings = lay_out(with_device_kind(settings, None), None, devices_of_machine()).settings
-    device = None if settings.cluster.device is None else find_device(settings.cluster.device)
-    if device is None or not on_gpu(settings.device):
+    if settings.cluster.device is None or find_device(settings.cluster.device) is None or not on_gpu(settings.device):
         fix = "give cluster.device or --device-kind, such as h200"
         raise UserError(
             "a simulation needs the kind of the devices, which must be GPUs", where="cluster.device", fix=fix
         )
-    folder = read_model_folder(Path(settings.model.path))
-    constants = settings.cluster.constants
-    return Case(
-        settings=settings,
-        model=count_parameters(folder.config),
-        divisible=Divisible.of(folder.text_config),
-        adapters=None if settings.model.lora is None else trainable_parameters(settings, folder),
-        memory=settings.device_memory_bytes,
-        device=device,
-        machine=devices_of_machine(),
-        constants=Constants() if constants is None else read_constants(constants).constants,
-    )
+    return case_of(settings, read_model_folder(Path(settings.model.path)), settings.device_memory_bytes)
 
 
 def variants(case: Case, lags: Sequence[int], rollout_devices: Sequence[int] | None) -> list[Variant]:
