@@ -77,7 +77,7 @@ def choose(settings: TrainSettings, device_memory: int | None = None, *, to_run:
     if faults or named:
         return _nothing(settings, "the devices are not known", "their map or their names are refused")
     try:
-        case = case_of(settings, read_model_folder(Path(settings.model.path)), memory)
+        case = case_of(settings, read_model_folder(Path(settings.model.path), needs_weights=to_run), memory)
     except (UserError, UnknownFamily) as error:
         return _nothing(settings, "the model is not known", str(error))
     kind = _kind(settings)

@@ -128,6 +128,7 @@ def build_plan(
     if unread is not None:
         found.refuse("M001", "model.path", unread.what, why=unread.why, fix=unread.fix)
     if folder is not None:
+        _note_weights(found, folder)
         _check_adapters(found, settings, folder)
         _check_positions(found, settings, folder)
         try:
@@ -224,9 +225,17 @@ def _look_ahead(
 
 def _read_model(settings: TrainSettings | SftSettings | EvalSettings) -> tuple[ModelFolder | None, UserError | None]:
     try:
-        return read_model_folder(Path(settings.model.path)), None
+        return read_model_folder(Path(settings.model.path), needs_weights=False), None
     except UserError as error:
         return None, error
+
+
+def _note_weights(found: Findings, folder: ModelFolder) -> None:
+    """Say that a plan is made from config.json alone; a run refuses such a folder."""
+    if not folder.has_weights:
+        what = f"{folder.path} has no weights: the plan goes by its config.json alone"
+        why = "parameters are counted exactly; training needs model.safetensors"
+        found.warn("M009", "model.path", what, why=why, fix="put the weights there before the run")
 
 
 def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:

@@ -1,8 +1,8 @@
 """A Hugging Face model folder, read without torch and without its weights.
 
 Owns: the shapes of a model, from config.json and the headers of its safetensors files. Refuses to know: what the model is
-used for. Always holds: parameters are counted from the files themselves, not guessed from the configuration; no weight is
-read; a cut-off file or a pickle is refused.
+used for. Always holds: parameters are counted from the files themselves where there are any, and else exactly from the
+configuration, never guessed; no weight is read; a cut-off file or a pickle is refused.
 """
 
 import difflib
@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.config.errors import UserError
+from meshloom.plan.matrices import linear_matrices
 from meshloom.plan.model_config import require_config
+from meshloom.plan.parameters import UnknownFamily, count_parameters
 
 _HEADER_LIMIT, _SIZE_LIMIT = 100_000_000, 2**48
+_INDEX = "model.safetensors.index.json"
 _HEADS = ("lm_head.weight",)
 _TABLES = ("embed_tokens.weight", "wte.weight")
 
@@ -95,12 +98,19 @@ class ModelFolder:
     Args:
         path: the folder.
         config: config.json.
-        tensors: all tensors of the safetensors files, by name.
+        tensors: all tensors of the safetensors files, by name; without such files the matrices that config.json tells of.
+        counted: parameters by config.json, where there are no files of weights; none where there are.
     """
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorHeader]
+    counted: int | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are files of weights."""
+        return self.counted is None
 
     @cached_property
     def text_config(self) -> Mapping[str, Any]:
@@ -118,6 +128,8 @@ class ModelFolder:
     @cached_property
     def num_parameters(self) -> int:
         """Parameters, a tied output head counted once."""
+        if self.counted is not None:
+            return self.counted
         skipped = _HEADS if self.tied else ()
         return sum(t.num_values for name, t in self.tensors.items() if not (skipped and name.endswith(skipped)))
 
@@ -154,21 +166,26 @@ class ModelFolder:
         }
 
 
-def read_model_folder(path: Path) -> ModelFolder:
+def read_model_folder(path: Path, *, needs_weights: bool = True) -> ModelFolder:
     """Read config.json and the headers of the weights.
+
+    Args:
+        path: the folder.
+        needs_weights: whether a folder without any weights is refused; else its config.json alone is read, which has to be of a
+            family whose parameters can be counted.
 
     Raises:
         UserError: if the folder, its configuration or a file of weights is missing or unreadable, or weights are pickles.
     """
     where = f"model.path ({path})"
     try:
-        return _read_model_folder(path, where)
+        return _read_model_folder(path, where, needs_weights=needs_weights)
     except OSError as error:
         what = f"{error.filename or path} cannot be read: {error.strerror or error}"
         raise UserError(what, where=where, fix="give a local folder with config.json and safetensors") from error
 
 
-def _read_model_folder(path: Path, where: str) -> ModelFolder:
+def _read_model_folder(path: Path, where: str, *, needs_weights: bool) -> ModelFolder:
     if not path.is_dir():
         folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, folders, n=4, cutoff=0.4)
@@ -185,10 +202,30 @@ def _read_model_folder(path: Path, where: str) -> ModelFolder:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path / 'config.json'} is not JSON: {error}", where=where) from error
     config = require_config(config, path / "config.json", where)
+    if not needs_weights and not _has_weights(path):
+        return _without_weights(path, config, where)
     tensors: dict[str, TensorHeader] = {}
     for name in _weight_files(path, where):
         tensors |= read_safetensors_header(path / name)
     return ModelFolder(path, config, tensors)
+
+
+def _has_weights(path: Path) -> bool:
+    """Whether there is a file of weights of any kind, or an index of them."""
+    kinds = (".safetensors", *_PICKLES)
+    return (path / _INDEX).is_file() or any(entry.suffix in kinds for entry in path.iterdir() if entry.is_file())
+
+
+def _without_weights(path: Path, config: Mapping[str, Any], where: str) -> ModelFolder:
+    """A model that config.json alone tells of."""
+    try:
+        model = count_parameters(config)
+    except UnknownFamily as error:
+        why = f"its parameters cannot be counted by config.json either: {error}"
+        raise UserError(f"{path} has no weights: model.safetensors is missing", where=where, why=why) from error
+    shapes = linear_matrices(model, config.get("text_config", config))
+    tensors = {name: TensorHeader("BF16", shape) for name, shape in shapes.items()}
+    return ModelFolder(path, config, tensors, counted=model.total)
 
 
 def _model_near(path: Path) -> str:
@@ -206,7 +243,7 @@ def _weight_files(path: Path, where: str) -> list[str]:
     """The files transformers reads: model.safetensors, or those its index names."""
     if (path / "model.safetensors").is_file():
         return ["model.safetensors"]
-    index = path / "model.safetensors.index.json"
+    index = path / _INDEX
     if not index.is_file():
         refuse_pickles(path)
         raise UserError(f"{path} has no weights: model.safetensors is missing", where=where)
