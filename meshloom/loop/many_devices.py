@@ -35,7 +35,7 @@ from meshloom.loop.model_role import RemoteModel, RemoteReference, Sharing
 from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteStage
 from meshloom.loop.replicas import RemoteEngine
 from meshloom.loop.rl import Roles, standing
-from meshloom.loop.session import Cut, read_cut, set_random_states
+from meshloom.loop.session import Cut, read_cut
 from meshloom.loop.worker_host import WorkerHost, ranks_of
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import LOGS_FOLDER, SETTINGS_FILE, check_free
@@ -119,7 +119,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
             control.load(*standing(cut))
             stage.step = control.step
         engine.load_weights(control.version)
-        set_random_states(cut, settings.seed)
+        torch.manual_seed(settings.seed)
         finished = control.run()
         code = session.end(step=control.step, stopped=not finished)
         workers.ends_with(code)

@@ -78,7 +78,7 @@ class RemoteModel:
 
     def take_utilization(self, seconds: float) -> dict[str, float]:
         """As ``TrainedModel.take_utilization``: the mean over the ranks."""
-        found = self.group.call("take_utilization", {"seconds": seconds}, phase="report", deadline_s=60.0)
+        found = self.group.call("take_utilization", {"seconds": seconds}, phase="report", deadline_s=300.0)
         names = set.intersection(*(set(each) for each in found))
         return {name: sum(each[name] for each in found) / len(found) for name in sorted(names)}
 

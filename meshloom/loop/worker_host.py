@@ -331,7 +331,15 @@ class WorkerHost:
         if not wait and not writing.done():
             return False
         self._writing = None
-        writing.result()
+        try:
+            writing.result()
+        except OSError as error:
+            raise RunFault(
+                f"{self.seat} cannot write its part of a checkpoint",
+                where=str(error.filename or self.settings.run_dir),
+                why=error.strerror or str(error),
+                fix="make room, or see that every node has the folder; the run goes on with --resume",
+            ) from error
         return True
 
     def close(self) -> None:
