@@ -8,7 +8,7 @@ Codes: S sources, A algorithm, R rollout, B batch, O optimizer, L adapters.
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshloom.config.names import (
@@ -23,7 +23,6 @@ from meshloom.config.names import (
 from meshloom.config.problems import Problem
 from meshloom.config.settings import (
     AlgorithmSettings,
-    BatchSettings,
     EvalSettings,
     KlPlace,
     SamplingSettings,
@@ -38,6 +37,7 @@ from meshloom.plan.placement import sequence_parts
 
 _NORM = "seq-mean-token-sum-norm"
 _ENDINGS = (".parquet", ".jsonl")
+_SUGGESTIONS = 3
 
 
 @dataclass
@@ -48,8 +48,17 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
 
-    def refuse(self, code: str, path: str, what: str, *, why: str = "", fix: str = "") -> None:
-        self.problems.append(self._problem(code, path, what, why, fix))
+    def refuse(
+        self,
+        code: str,
+        path: str,
+        what: str,
+        *,
+        why: str = "",
+        fix: str = "",
+        suggestions: tuple[tuple[str, ...], ...] = (),
+    ) -> None:
+        self.problems.append(replace(self._problem(code, path, what, why, fix), suggestions=suggestions))
 
     def warn(self, code: str, path: str, what: str, *, why: str = "", fix: str = "") -> None:
         self.warnings.append(self._problem(code, path, what, why, fix))
@@ -75,7 +84,7 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
     if settings.data.chat_template == "never" and settings.data.system_prompt is not None:
         found.warn("S005", "data.system_prompt", "the system prompt is not used, as data.chat_template is never")
     if isinstance(settings, TrainSettings):
-        _check_algorithm(found, settings.algorithm, settings.batch)
+        _check_algorithm(found, settings)
         _check_training_samples(found, settings)
         _check_train_batch(found, settings, num_prompts)
     if not isinstance(settings, SftSettings):
@@ -131,7 +140,8 @@ def _check_verifier(found: Findings, name: str) -> None:
     near = difflib.get_close_matches(name, Verifier, n=1)
     why = "a function of your own is named with its file: rewards.py:score"
     fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(Verifier)}"
-    found.refuse("S007", "reward.function", f"there is no verifier {name!r}", why=why, fix=fix)
+    likely = tuple((f"reward.function={value}",) for value in dict.fromkeys([*near, *Verifier]))[:_SUGGESTIONS]
+    found.refuse("S007", "reward.function", f"there is no verifier {name!r}", why=why, fix=fix, suggestions=likely)
 
 
 def _check_name(found: Findings, code: str, setting: str, name: str, known: Iterable[str]) -> None:
@@ -140,14 +150,19 @@ def _check_name(found: Findings, code: str, setting: str, name: str, known: Iter
         return
     near = difflib.get_close_matches(name, names, n=1)
     guess = f"did you mean {near[0]}? " if near else ""
-    found.refuse(code, setting, f"{setting} knows no {name!r}", fix=f"{guess}known: {', '.join(names)}")
+    likely = tuple((f"{setting}={value}",) for value in dict.fromkeys([*near, *names]))
+    fix = f"{guess}known: {', '.join(names)}"
+    found.refuse(code, setting, f"{setting} knows no {name!r}", fix=fix, suggestions=likely[:_SUGGESTIONS])
 
 
-def _check_algorithm(found: Findings, algorithm: AlgorithmSettings, batch: BatchSettings) -> None:
+def _check_algorithm(found: Findings, settings: TrainSettings) -> None:
+    algorithm, batch = settings.algorithm, settings.batch
     if (reason := REFUSED_ADVANTAGES.get(algorithm.advantage)) is not None:
         names = ", ".join(Advantage)
         what = f"algorithm.advantage {algorithm.advantage!r} {reason}, which a run does not have"
-        found.refuse("A002", "algorithm.advantage", what, fix=f"use one of {names}")
+        others = tuple((f"algorithm.advantage={name}",) for name in Advantage)
+        fix = f"use one of {names}"
+        found.refuse("A002", "algorithm.advantage", what, fix=fix, suggestions=others[:_SUGGESTIONS])
     else:
         _check_name(found, "A001", "algorithm.advantage", algorithm.advantage, Advantage)
     _check_name(found, "A003", "algorithm.policy_loss", algorithm.policy_loss, PolicyLoss)
@@ -155,7 +170,8 @@ def _check_algorithm(found: Findings, algorithm: AlgorithmSettings, batch: Batch
     if algorithm.reduction == _NORM and algorithm.reduction_constant is None:
         what = f"algorithm.reduction {_NORM} needs algorithm.reduction_constant"
         fix = "set algorithm.reduction_constant, for example to rollout.max_response_tokens"
-        found.refuse("A005", "algorithm.reduction_constant", what, fix=fix)
+        value = f"algorithm.reduction_constant={settings.rollout.max_response_tokens}"
+        found.refuse("A005", "algorithm.reduction_constant", what, fix=fix, suggestions=((value,),))
     if algorithm.reduction != _NORM and algorithm.reduction_constant is not None:
         found.warn("A006", "algorithm.reduction_constant", f"reduction_constant is used by {_NORM} only")
     if batch.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
@@ -196,6 +212,7 @@ def _check_training_samples(found: Findings, settings: TrainSettings) -> None:
             "training samples cannot be greedy: rollout.sampling.temperature is 0",
             why="the most likely token has probability 1, whose log-prob has no gradient",
             fix="set it above 0, such as 1.0; validation.sampling.temperature may be 0",
+            suggestions=(("rollout.sampling.temperature=1.0",),),
         )
     _check_filters(found, settings)
     if settings.rollout.ignore_eos:
@@ -210,7 +227,7 @@ def _check_filters(found: Findings, settings: TrainSettings) -> None:
     for name in (name for name, is_single in single.items() if is_single):
         path = f"rollout.sampling.{name}"
         what = f"training samples cannot be greedy: {path} is 1"
-        found.refuse("R003", path, what, why="all samples of a prompt are the same", fix=f"set {path}=0")
+        found.refuse("R003", path, what, why="all samples of a prompt are the same", fix=f"set {path}=0", suggestions=((f"{path}=0",),))
     filters = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 1, "min_p": 0 < sampling.min_p < 1}
     for name in (name for name, is_on in filters.items() if is_on):
         path = f"rollout.sampling.{name}"
@@ -245,13 +262,14 @@ def _check_train_batch(found: Findings, settings: TrainSettings, num_prompts: in
     step, update = batch.prompts_per_step, batch.prompts_per_update
     if update is not None and step % update:
         multiples = [m for m in (step // update * update, -(-step // update) * update) if m]
+        values = {"batch.prompts_per_update": divisors_around(step, update), "batch.prompts_per_step": multiples}
         found.refuse(
             "B001",
             "batch.prompts_per_update",
             f"batch.prompts_per_update ({update}) does not divide batch.prompts_per_step ({step})",
             why="each prompt of a step belongs to exactly one update",
-            fix=f"batch.prompts_per_update={_either(divisors_around(step, update))}, "
-            f"or batch.prompts_per_step={_either(multiples)}",
+            fix=", or ".join(f"{path}={_either(near)}" for path, near in values.items()),
+            suggestions=tuple((f"{path}={value}",) for path, near in values.items() for value in near),
         )
     if num_prompts is not None and num_prompts < step:
         found.warn(
@@ -289,6 +307,7 @@ def _check_microbatch(found: Findings, settings: TrainSettings | SftSettings) ->
         f"a sample may have {longest} tokens, a microbatch holds {budget}{f': {each} on each of {parts}' if parts > 1 else ''}",
         why=f"data.max_prompt_tokens ({prompt}) + {response_path} ({longest - prompt}) = {longest}",
         fix=", or ".join(bounds),
+        suggestions=tuple((bound,) for bound in bounds),
     )
 
 

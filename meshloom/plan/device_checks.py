@@ -7,7 +7,7 @@ Codes: T nodes, P placement, G cuts of a model, B batches over devices, F offloa
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
@@ -143,6 +143,7 @@ def check_devices(
         Overrides that end all faults of the layout together; none where there is one alone, or no way was found.
     """
     trial = _Trial(laid_out.given, model, machine, num_prompts)
+    found.problems[:] = [_with_tried(problem, trial) for problem in found.problems]
     for fault in laid_out.faults:
         changes = tuple(dict.fromkeys(overrides(change) for change in trial.suggestions(fault)))
         found.problems.append(problem_of(laid_out.settings, fault, changes))
@@ -168,6 +169,23 @@ def problem_of(settings: TrainSettings, fault: Fault, suggestions: tuple[tuple[s
     )
 
 
+def _with_tried(problem: Problem, trial: "_Trial") -> Problem:
+    """A fault of batch numbers, with those of its changes that leave each device its work; with all where none does."""
+    changes = {change: _numbers(change) for change in problem.suggestions}
+    if problem.code not in ("B001", "B002"):
+        return problem
+    good = tuple(change for change, values in changes.items() if trial.harmless(values))
+    if not good or len(good) == len(changes):
+        return problem
+    return replace(problem, suggestions=good, fix=", or ".join(" ".join(change) for change in good))
+
+
+def _numbers(change: tuple[str, ...]) -> Change:
+    """The values of overrides that are whole numbers."""
+    pairs = (override.partition("=") for override in change)
+    return {path: int(value) for path, _, value in pairs if value.isdecimal()}
+
+
 class _Trial:
     """Makes changes and looks at what is then wrong."""
 
@@ -185,6 +203,10 @@ class _Trial:
         batch = check_settings(laid_out.settings, self.num_prompts).problems
         keys = {(problem.code, problem.where.partition(" ")[0], "") for problem in batch}
         return {fault.key for fault in laid_out.faults} | keys, laid_out.faults
+
+    def harmless(self, change: Change) -> bool:
+        """Whether a change brings no fault that was not there before."""
+        return self._after(change)[0] <= self.before
 
     def suggestions(self, fault: Fault) -> list[Change]:
         """Changes that end a fault and bring no other, best first. Where each brings another that was hidden so far, changes
@@ -251,7 +273,8 @@ def _warn_of_layout(found: Findings, laid_out: LaidOut) -> None:
         if layout.roles and not laid_out.faults:
             found.warn("P009", "placement", what, fix="give them to a role, or leave them out of cluster")
     for role, entries in placements(settings).items():
-        if entries != "all" and role not in roles_of(settings):
+        follows = role == Role.REFERENCE and _goes_with_actor(role, settings)
+        if entries != "all" and role not in roles_of(settings) and not follows:
             what = f"placement.{role} is not used, as the run has no {role} of its own"
             found.warn("P010", f"placement.{role}", what)
         if role == Role.CRITIC and entries != "all" and settings.algorithm.advantage != "gae":

@@ -29,7 +29,9 @@ def check_engine_settings(found: Findings, settings: TrainSettings | SftSettings
     longest = longest_sequence_tokens(settings)
     if vllm.max_model_len is not None and vllm.max_model_len < longest:
         what = f"prompt and response together may take {longest} tokens, vLLM is opened for {vllm.max_model_len}"
-        found.refuse("E004", "rollout.vllm.max_model_len", what, fix=f"at least {longest}, or leave it out")
+        path = "rollout.vllm.max_model_len"
+        changes = ((f"{path}={longest}",), (f"{path}=null",))
+        found.refuse("E004", path, what, fix=f"at least {longest}, or leave it out", suggestions=changes)
 
 
 def _check_sampling(found: Findings, path: str, sampling: SamplingSettings) -> None:
@@ -39,8 +41,12 @@ def _check_sampling(found: Findings, path: str, sampling: SamplingSettings) -> N
     if not coldest <= sampling.temperature <= hottest:
         what = f"vLLM does not sample at a temperature of {sampling.temperature:g}"
         fix = f"0, {coldest:g} to {hottest:g}, or rollout.engine=torch"
-        found.refuse("E002", f"{path}.temperature", what, fix=fix)
+        nearest = coldest if sampling.temperature < coldest else hottest
+        changes = ((f"{path}.temperature={nearest}",), ("rollout.engine=torch",))
+        found.refuse("E002", f"{path}.temperature", what, fix=fix, suggestions=changes)
     if sampling.top_p < 1 and sampling.min_p:
         what = "vLLM cannot use top_p and min_p together as they are meant here"
         why = "it applies min-p before top-p: the share that top-p keeps would be another one"
-        found.refuse("E003", f"{path}.min_p", what, why=why, fix="use one of them, or rollout.engine=torch")
+        changes = ((f"{path}.min_p=0",), (f"{path}.top_p=1",), ("rollout.engine=torch",))
+        fix = "use one of them, or rollout.engine=torch"
+        found.refuse("E003", f"{path}.min_p", what, why=why, fix=fix, suggestions=changes)
