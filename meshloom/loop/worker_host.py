@@ -29,7 +29,6 @@ from meshloom.observe.timing import peak_memory
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import Phase
-from meshloom.plan.role_numbers import engine_owns_weights
 from meshloom.plan.stays import stays
 from meshloom.rollout.embedded import embedded_engine
 from meshloom.rollout.protocol import Completion, Engine, Request
@@ -148,15 +147,14 @@ class WorkerHost:
             self._models[Role.ACTOR] = self._build_actor(mesh, checkpoint, updates)
         if (mesh := meshes[Role.REFERENCE]) is not None:
             self._models[Role.REFERENCE] = self._build(mesh, None)
-        module: nn.Module | None = None
         if self._own(Role.ROLLOUT) is not None:
-            module = self._engine_module(checkpoint)
-            self._engine = self._build_engine(module)
-        if engine_owns_weights(settings, layout):
-            self._copy = None if module is None else EngineCopy(module)
-            ranks = (ranks_of(layout.role(role)) for role in (Role.ACTOR, Role.ROLLOUT))
-            nodes = [rank // layout.topology.devices_per_node for rank in range(layout.topology.num_devices)]
-            self._mover = WeightMover(self._models.get(Role.ACTOR), self._copy, *ranks, self.device, nodes)
+            # The first movement fills it with the actor's weights.
+            module = load_model(settings.model.path, pick_dtype(settings.model.dtype, self.device), self.device)
+            self._engine = self._build_engine(module.requires_grad_(False))
+            self._copy = EngineCopy(module)
+        ranks = (ranks_of(layout.role(role)) for role in (Role.ACTOR, Role.ROLLOUT))
+        nodes = [rank // layout.topology.devices_per_node for rank in range(layout.topology.num_devices)]
+        self._mover = WeightMover(self._models.get(Role.ACTOR), self._copy, *ranks, self.device, nodes)
         models = {str(role): model for role, model in self._models.items()}
         self._residents = Residents(
             stays(settings, layout),
@@ -193,15 +191,6 @@ class WorkerHost:
         if checkpoint is not None:
             restore_on_mesh(model, checkpoint, updates)
         return model
-
-    def _engine_module(self, checkpoint: Path | None) -> nn.Module:
-        """What the engine samples with: the actor itself where it is whole on this device, else a copy, which the first
-        movement fills with the actor's weights."""
-        settings = self.settings
-        if not engine_owns_weights(settings, self.layout):
-            return self._models[Role.ACTOR].module
-        dtype = pick_dtype(settings.model.dtype, self.device)
-        return load_model(settings.model.path, dtype, self.device).requires_grad_(False)
 
     def _build_engine(self, module: nn.Module) -> Engine:
         rollout = self.settings.rollout
