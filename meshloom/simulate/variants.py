@@ -58,7 +58,9 @@ def given_case(settings: TrainSettings) -> Case:
         raise UserError(
             "a simulation needs the kind of the devices, which must be GPUs", where="cluster.device", fix=fix
         )
-    return case_of(settings, read_model_folder(Path(settings.model.path)), settings.device_memory_bytes)
+    return case_of(
+        settings, read_model_folder(Path(settings.model.path), needs_weights=False), settings.device_memory_bytes
+    )
 
 
 def variants(case: Case, lags: Sequence[int], rollout_devices: Sequence[int] | None) -> list[Variant]:
