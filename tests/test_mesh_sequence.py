@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from tests.mesh_checks import Axes, assert_same, folder_of, in_one_process, train_on
+from meshloom.config.errors import UserError
+from tests.mesh_checks import Axes, assert_same, folder_of, in_one_process, mesh_of, model_on, train_on
 from tests.ranks import Ranks
 
 PAIRS: list[tuple[Axes, list[int]]] = [((("sp", 2),), [0, 1]), ((("sp", 2),), [2, 3])]
@@ -32,3 +33,18 @@ def test_adapters_on_split_sequences(four_ranks: Ranks, folders: Path) -> None:
     folder = folder_of(folders, "qwen3")
     found = four_ranks.run(train_on, [((("fsdp", 2), ("sp", 2)), [0, 1, 2, 3])], folder, False, {"lora": True})
     assert_same([found[0], found[2]], in_one_process(folder, lora=True), places=2)
+
+
+def test_heads_that_do_not_go_into_the_ranks_are_refused(four_ranks: Ranks, folders: Path) -> None:
+    folder = folder_of(folders, "llama")
+    said = four_ranks.run(_three_ranks, folder)
+    assert all("do not go into 3 ranks" in text for text in said[:3])
+
+
+def _three_ranks(folder: str) -> str:
+    mesh = mesh_of([((("sp", 3),), [0, 1, 2]), ((), [3])])
+    try:
+        model_on(mesh, folder)
+    except UserError as error:
+        return str(error)
+    return "nothing"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from meshloom.config.errors import UserError
 from meshloom.config.settings import LoraSettings, ModelSettings, OptimizerSettings
@@ -57,6 +58,7 @@ def build_model(
     held = torch.promote_types(compute, torch.float32) if trains_all else compute
     folder = Path(path or settings.path)
     plain = build_empty(folder, held) or load_whole(folder, compute).to(held)
+    _refuse_heads(plain, mesh)
     use_layouts(plain)
     fit_threads(mesh.device)
     module: nn.Module = plain
@@ -84,6 +86,21 @@ def _refuse(lora: LoraSettings | None, mesh: TrainMesh) -> None:
             why="an adapter's small matrices would have to be cut with the layer they are on",
             fix="parallel.actor.tensor=1, or leave model.lora out",
         )
+
+
+def _refuse_heads(model: PreTrainedModel, mesh: TrainMesh) -> None:
+    """Refuse heads that do not go into the ranks that share them."""
+    config = model.config.get_text_config()
+    tensor, both = mesh.size("tp"), mesh.size("tp") * mesh.size("sp")
+    keys = config.num_key_value_heads
+    for ranks, setting in ((tensor, "tensor"), (both, "sequence")):
+        if config.num_attention_heads % ranks or (keys % ranks and ranks % keys):
+            raise UserError(
+                f"{config.num_attention_heads} heads, {keys} of keys and values, do not go into {ranks} ranks",
+                where=f"parallel.actor.{setting}",
+                why="each rank has some heads of a layer",
+                fix="a number that divides both, or is a multiple of the heads of keys",
+            )
 
 
 def _widen_adapters(module: nn.Module) -> None:
