@@ -103,7 +103,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
         )
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
-        session.measure_memory = RankMemory(workers, roles.free_between_steps, engine.peak_bytes).metrics
+        session.measure_memory = RankMemory(workers, roles.free_between_steps, engine.memory).metrics
         stage = RemoteStage(
             settings,
             session,

@@ -137,15 +137,18 @@ class RankMemory:
     Args:
         workers: of the run.
         asked: ranks that are free between steps.
-        told: most bytes of those that are not, as they told when they last generated.
+        told: what those that are not told when they last generated.
     """
 
-    def __init__(self, workers: Workers, asked: Sequence[int], told: Mapping[int, int]) -> None:
+    def __init__(self, workers: Workers, asked: Sequence[int], told: Mapping[int, Mapping[str, float]]) -> None:
         self._workers, self._asked, self._told = workers, list(asked), told
 
     def metrics(self) -> dict[str, float]:
-        """The largest of all, and each rank's."""
+        """The largest of all ranks, in all and in each phase, and each rank's in all."""
         answers = self._workers.call("memory", ranks=self._asked, phase="report", deadline_s=_SMALL_DEADLINE_S)
-        held = {**self._told, **dict(zip(self._asked, answers, strict=True))}
-        each = {f"peak_memory_bytes/rank{rank}": float(most) for rank, most in sorted(held.items())}
-        return {"peak_memory_bytes": max(each.values()), **each}
+        largest: dict[str, float] = {}
+        of_ranks: dict[int, float] = {}
+        for rank, held in (*self._told.items(), *zip(self._asked, answers, strict=True)):
+            largest |= {name: max(most, largest.get(name, 0.0)) for name, most in held.items()}
+            of_ranks[rank] = held["peak_memory_bytes"]
+        return largest | {f"peak_memory_bytes/rank{rank}": most for rank, most in sorted(of_ranks.items())}

@@ -97,8 +97,8 @@ class RemoteEngine:
         takes_turns: bool,
     ) -> None:
         self.version = 0
-        self.peak_bytes: dict[int, int] = {}
-        """Most memory that each rank had held when it last generated."""
+        self.memory: dict[int, dict[str, float]] = {}
+        """What each rank told of its memory when it last generated."""
         self._workers, self._vocabulary = workers, vocabulary
         self._move_weights, self._takes_turns = move_weights, takes_turns
         self._replicas = [Replica(tuple(ranks)) for ranks in replicas]
@@ -194,7 +194,7 @@ class RemoteEngine:
                 )
                 for _, completions in call.events():
                     told.put(completions.each())
-                self.peak_bytes |= dict(zip(replica.ranks, call.result(), strict=True))
+                self.memory |= dict(zip(replica.ranks, call.result(), strict=True))
         except Exception as caught:  # told to the caller's thread, which raises it
             error = caught
         with self._spreading:

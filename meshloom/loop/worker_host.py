@@ -25,6 +25,7 @@ from meshloom.fabric.verbs import emit, verb
 from meshloom.loop.build import decoder, set_end_tokens
 from meshloom.loop.movers import WeightMover
 from meshloom.loop.residents import Residents, folder_of
+from meshloom.observe.peaks import PhaseMemory
 from meshloom.observe.timing import peak_memory
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.placement import Role
@@ -119,6 +120,7 @@ class WorkerHost:
         self._mover: WeightMover | None = None
         self._residents: Residents | None = None
         self._noted: list[dict[str, Any]] = []
+        self._phases = PhaseMemory()
 
     @verb()
     def device_facts(self) -> DeviceFacts:
@@ -222,6 +224,7 @@ class WorkerHost:
     ) -> dict[str, torch.Tensor] | None:
         """Log-probs and entropies of this replica's samples."""
         model = self._models[role]
+        self._phases.enter("reference" if role is Role.REFERENCE or not adapters else "log_prob")
         logprob, entropy = model.forward(samples, temperature=temperature, adapters=adapters)
         return {"logprob": logprob, "entropy": entropy} if model.mesh.answers else None
 
@@ -229,6 +232,7 @@ class WorkerHost:
     def forward_backward(self, samples: Samples, loss: Loss, temperature: float) -> dict[str, Any] | None:
         """Add the gradient of this replica's part of an update."""
         model = self._actor
+        self._phases.enter("update")
         self._seed_dropout(model)
         report = model.forward_backward(samples, loss, temperature=temperature)
         return report if model.mesh.answers else None
@@ -244,9 +248,10 @@ class WorkerHost:
         return self._actor.take_utilization(seconds)
 
     @verb()
-    def memory(self) -> int:
-        """Most bytes that this device, or this process on the processors, has held so far."""
-        return peak_memory()
+    def memory(self) -> dict[str, float]:
+        """Most bytes that this device, or this process on the processors, has held so far; on a GPU also in each phase since
+        the last call."""
+        return {"peak_memory_bytes": float(peak_memory()), **self._phases.take()}
 
     @verb()
     def enter(self, phase: Phase, step: int, why: str) -> list[dict[str, Any]]:
@@ -261,11 +266,12 @@ class WorkerHost:
         self._need_engine().generate([request], deadline_s=0.0)
 
     @verb()
-    def generate(self, requests: list[Request], deadline_s: float) -> int:
-        """Generate, and tell samples as they finish; most bytes held so far."""
+    def generate(self, requests: list[Request], deadline_s: float) -> dict[str, float]:
+        """Generate, and tell samples as they finish; what ``memory`` says then."""
+        self._phases.enter("generate")
         for finished in _together(self._need_engine().generate(requests, deadline_s=deadline_s)):
             emit(Completions.of(finished))
-        return peak_memory()
+        return self.memory()
 
     @verb()
     def sleep(self) -> None:
@@ -288,6 +294,7 @@ class WorkerHost:
     @verb()
     def move_weights(self, version: int) -> None:
         """Bring the actor's weights to the engine; called on all ranks of both."""
+        self._phases.enter("sync")
         if self._mover is not None:
             self._mover.move(version)
         if self._engine is not None:
@@ -296,6 +303,7 @@ class WorkerHost:
     @verb()
     def hold_snapshot(self) -> dict[str, dict[str, Spec]]:
         """Copy what this rank writes of a checkpoint to the host's memory; the whole tensors of its stage, told by one rank."""
+        self._phases.enter("save")
         self.snapshot_written(wait=True)
         self._snapshot = MeshSnapshot.take(self._actor)
         return specs_of(held(self._actor)) if is_first(self._actor.mesh) else {}
