@@ -95,6 +95,7 @@ def _show_plan(
     from meshloom.config.load import explain, flatten
     from meshloom.plan import build_plan
     from meshloom.plan.count import count_prompts
+    from meshloom.plan.hardware_options import notes_on_hardware
     from meshloom.plan.report import as_text, plan_json, print_explained, print_plan
     from meshloom.plan.worked import worked
 
@@ -117,6 +118,9 @@ def _show_plan(
         write_plan_page(args.html, Planned(plan=plan, settings=settings, translation=translation))
         note = f"{note}\nThe page: {args.html}"
 
+    notes = notes_on_hardware(settings)
+    note = "".join(f"\n{line}" for line in (*notes, *filter(None, note.split("\n"))))
+
     def show(console: Console) -> None:
         if translation is not None:
             print_translation(translation, console)
@@ -133,6 +137,7 @@ def _show_plan(
     if args.json:
         more = {} if translation is None else {"verl": translation.as_json()}
         more |= {} if ranking is None else {"auto": ranking.as_json()}
+        more |= {"notes": notes} if notes else {}
         print(json.dumps({**json.loads(plan_json(plan)), **more}, indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
         show(Console(highlight=False))
@@ -160,12 +165,19 @@ def _hardware(args: argparse.Namespace, *, spread: bool = True) -> list[str]:
     ).overrides()
 
 
+def _number(text: str) -> int:
+    """A number of prompts from the command line."""
+    if not text.isascii() or not text.isdecimal() or len(text) > 15:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of prompts")
+    return int(text)
+
+
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     settings_arguments(parser, kind="train", resume=False)
     verl_arguments(parser)
     parser.add_argument("--kind", choices=tuple(KINDS), help="what the file is for (default: by its keys)")
     parser.add_argument("--settings", dest="settings_too", action="store_true", help="each setting and its origin, too")
-    parser.add_argument("--prompts", type=int, metavar="N", help="prompts of the data (default: counted)")
+    parser.add_argument("--prompts", type=_number, metavar="N", help="prompts of the data (default: counted)")
     parser.add_argument("--nodes", type=int, metavar="N", help="plan for so many nodes (cluster.nodes)")
     parser.add_argument("--devices-per-node", type=int, metavar="K", help="with so many devices each")
     parser.add_argument("--device-memory", metavar="80GiB", help="and so much memory on each device")

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from meshloom.config.base import Count, Place, Settings
 
-MOST_DEVICES = 65_536
+MOST_DEVICES = 4_096
 """Devices that a node can be said to have."""
 
 

@@ -15,6 +15,7 @@ import yaml
 Path = tuple[str, ...]
 
 _PREFIX = "tag:yaml.org,2002:"
+_MOST_DIGITS = 300
 _PLAIN_VALUES = (
     ("null", r"~|null|Null|NULL|", "~nN\0"),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -137,6 +138,8 @@ class _Builder:
         digits = re.fullmatch(r"([-+]?)(0o|0x|)([0-9a-fA-F]+)", node.value)
         try:
             if node.tag == f"{_PREFIX}int" and digits:
+                if len(digits[3]) > _MOST_DIGITS:
+                    return self.fault(node, f"{_short(node.value)} has more digits than any number here")
                 return int(digits[1] + digits[3], {"0o": 8, "0x": 16, "": 10}[digits[2]])
             value = self.loader.construct_object(node)
             if isinstance(value, str) and not value.isascii():

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 
 from meshloom.config.errors import UserError
+from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
+from meshloom.plan.memory import on_gpu
 
 _UNITS = {
     "": 1,
@@ -51,6 +53,20 @@ class HardwareOptions:
             "cluster.constants": self.constants,
         }
         return [f"{path}={json.dumps(value)}" for path, value in values.items() if value is not None]
+
+
+def notes_on_hardware(settings: TrainSettings | SftSettings | EvalSettings) -> tuple[str, ...]:
+    """What is to be known of a plan whose hardware is not here."""
+    kind = settings.cluster.device if isinstance(settings, TrainSettings) else None
+    asks = settings.device.startswith("cuda") or (kind is not None and settings.device == "auto")
+    if not asks or on_gpu("auto"):
+        return ()
+    origin = "cluster.device" if not settings.device.startswith("cuda") else "device"
+    given = kind if origin == "cluster.device" else settings.device
+    note = (
+        f"{origin}={given}, and this machine has no GPU: planned for one elsewhere (meshloom doctor tells what is here)"
+    )
+    return (note,)
 
 
 def parse_bytes(text: str) -> int:

@@ -11,7 +11,7 @@ from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.placement import PHASES
 
 _LABEL, _CELL, _ACROSS, _PHASE = 12, 8, 8, 10
-_MOST_KINDS, _MOST_NAMES = 12, 4
+_MOST_KINDS, _MOST_NAMES, _MOST_DEVICES = 12, 4, 64
 STEP_PHASES = ("generate", "score", "log-prob", "update", "sync")
 
 Signature = tuple[tuple[tuple[int, int, int], ...], ...]
@@ -75,12 +75,15 @@ def _node(layout: Layout, alike: Sequence[int]) -> Iterator[str]:
         )
         yield f"{', '.join(names[:_MOST_NAMES])}{more}{told}"
     span = topology.devices_of(first)
-    for start in range(0, len(span), _ACROSS):
-        indices = range(start, min(start + _ACROSS, len(span)))
+    shown = min(len(span), _MOST_DEVICES)
+    for start in range(0, shown, _ACROSS):
+        indices = range(start, min(start + _ACROSS, shown))
         yield f"{'device':<{_LABEL}}" + "".join(f"{index:<{_CELL}}" for index in indices)
         for role in layout.roles:
             if role.devices.within(span):
                 yield f"  {role.role:<{_LABEL - 2}}" + _row(role, span[indices.start : indices.stop])
+    if shown < len(span):
+        yield f"and {len(span) - shown:,} more devices of the node; --json names all"
 
 
 def _row(role: RoleLayout, devices: range) -> str:
