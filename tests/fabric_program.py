@@ -1,6 +1,6 @@
 """A program over several devices, started as ``meshloom train`` is: alone, by torchrun, by srun, from a host file.
 
-Usage: fabric_program.py FOLDER NODES [MODE]; nodes are ``node1=2,node2=2``, with ``!`` in front where the names are those of hosts.
+Usage: fabric_program.py FOLDER NODES [MODE]; nodes are ``node1=2,node2=2``, with ``!`` in front where they are names of hosts.
 """
 
 import os

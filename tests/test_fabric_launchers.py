@@ -152,7 +152,7 @@ def test_what_a_host_file_started_ends_with_the_launcher(tmp_path: Path, fake_ss
     while not (tmp_path / "ready").exists():
         assert process.poll() is None, process.communicate()
     started = psutil.Process(process.pid).children(recursive=True)
-    assert len(started) == 5  # the controller, two attendants, two workers
+    assert len(started) == 7  # the controller, and on each host an attendant, a nursery and a worker
     os.kill(process.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(started, timeout=ENDS_S)
     assert alive == []

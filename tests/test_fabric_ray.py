@@ -40,7 +40,7 @@ def test_roles_are_placed_on_nodes_of_the_cluster_and_reach_each_other(cluster: 
         assert [(seat.node, seat.local_rank) for seat in workers.seats] == [("node1", 0), ("node1", 1), ("node2", 0)]
         assert workers.call("summed", {"value": 1.0}, phase="test", deadline_s=60) == [3.0] * 3
         pids = [int(workers.peers[rank].hello["pid"]) for rank in range(3)]
-        actors = [psutil.Process(pid).parents()[1] for pid in pids]
+        actors = [psutil.Process(pid).parents()[2] for pid in pids]
         assert actors[0] == actors[1] != actors[2]
         assert all("ray::Minder" in " ".join(actor.cmdline()) for actor in actors)
     assert not any(map(psutil.pid_exists, pids))
@@ -54,7 +54,7 @@ def test_a_killed_worker_or_actor_is_named(cluster: Any, tmp_path: Path, victim:
         call = workers.submit("sleep", phase="generate", deadline_s=600)
         next(call.events())
         worker = psutil.Process(pids[2])
-        os.kill(worker.pid if victim == "worker" else worker.parents()[1].pid, signal.SIGKILL)
+        os.kill(worker.pid if victim == "worker" else worker.parents()[2].pid, signal.SIGKILL)
         with pytest.raises(WorkerFault, match="rank 2 .*node2") as raised:
             call.result()
     assert raised.value.cause is (Cause.DIED if victim == "worker" else Cause.NODE_LOST)

@@ -120,13 +120,28 @@ def test_a_group_dispatches_and_collects_as_its_verb_declares(two: Workers) -> N
 def test_leaving_ends_every_process(tmp_path: Path) -> None:
     before = descendants()
     with workers_of(tmp_path, collectives=False) as workers:
-        assert len(descendants()) == len(before) + 3
+        assert len(descendants()) == len(before) + 4  # an attendant, a nursery, two workers
         log = tmp_path / "rank-1.log"
         workers.call("where", phase="test", deadline_s=60)
         assert log.read_text() == "host of rank 1 is made\n"
     assert descendants() == before
     with pytest.raises(RuntimeError, match="closed"):
         workers.call("where", phase="test", deadline_s=60)
+
+
+def test_a_host_whose_module_starts_threads_is_not_forked(tmp_path: Path) -> None:
+    with LocalSite(["cpu"]) as site, Workers("tests.fabric_threads:Host", site=site, logs=tmp_path) as workers:
+        assert workers.call("summed", {"value": 1.5}, phase="test", deadline_s=60) == [1.5]
+        (pid,) = pids_of(workers)
+        assert "from meshloom.fabric.worker import main" in " ".join(psutil.Process(pid).cmdline())
+
+
+def test_a_list_of_processes_shows_which_worker_is_which(two: Workers) -> None:
+    told = [" ".join(psutil.Process(pid).cmdline()) for pid in pids_of(two)]
+    assert [text.partition("meshloom.fabric.worker ")[2].strip() for text in told] == [
+        "rank 0 on node1, cpu",
+        "rank 1 on node1, cpu",
+    ]
 
 
 def fault_of(workers: Workers, verb: str, arguments: dict[str, Any], deadline_s: float = 120.0) -> WorkerFault:
@@ -239,7 +254,7 @@ with LocalSite(["cpu"] * 2) as site, Workers("tests.fabric_hosts:Host", site=sit
 """
 
 
-@pytest.mark.parametrize("who", ["controller", "attendant"])
+@pytest.mark.parametrize("who", ["controller", "attendant", "nursery"])
 def test_workers_do_not_outlive(who: str, tmp_path: Path) -> None:
     root = Path(__file__).parent.parent
     controller = subprocess.Popen(
@@ -251,11 +266,11 @@ def test_workers_do_not_outlive(who: str, tmp_path: Path) -> None:
     )
     assert controller.stdout is not None and controller.stdout.readline() == "ready\n"
     processes = psutil.Process(controller.pid).children(recursive=True)
-    assert len(processes) == 3
-    victim = controller.pid if who == "controller" else psutil.Process(controller.pid).children()[0].pid
-    os.kill(victim, signal.SIGKILL)
+    assert len(processes) == 4
+    victims = {"controller": psutil.Process(controller.pid), "attendant": processes[0], "nursery": processes[1]}
+    victims[who].kill()
     _, alive = psutil.wait_procs(processes, timeout=ENDS_S)
     assert alive == []
     _, errors = controller.communicate(timeout=ENDS_S)
-    if who == "attendant":
-        assert "was lost with its node" in errors
+    told = {"attendant": "was lost with its node", "nursery": "rank 0 (on node1", "controller": ""}
+    assert told[who] in errors

@@ -19,10 +19,10 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from meshloom.config.environment import worker_environment
 from meshloom.fabric import processes
@@ -31,6 +31,7 @@ from meshloom.fabric.stacks import python_stack
 
 BEAT_S = 1.0
 GRACE_S = 2.0
+_MESSAGE_BYTES = 2**16
 LOST_CODE = 3
 """Exit code when the controller is gone."""
 _START = (
@@ -89,14 +90,15 @@ def import_path() -> list[str]:
     return [entry or str(Path.cwd()) for entry in sys.path]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Minded:
-    """A worker's process, its log, and the file that it writes its stack to."""
+    """A worker: its process once it has one, its log, and the file that it writes its stack to."""
 
     rank: int
-    process: "subprocess.Popen[bytes]"
     log: Path
     stack: Any
+    pid: int | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class Attendant:
@@ -111,6 +113,7 @@ class Attendant:
         self._ticket, self._spare = ticket, tuple(spare)
         self._secret = bytes.fromhex(ticket.secret)
         self._minded: dict[int, _Minded] = {}
+        self._nurseries: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
         self._memory_kills = processes.memory_kills()
         self._closed = threading.Event()
         self._terminated = False
@@ -158,48 +161,65 @@ class Attendant:
     def _do(self, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "launch":
-                for seat in message["seats"]:
-                    self._launch(seat, Path(message["logs"]), message)
+                self._launch(message)
             case "look":
                 threading.Thread(target=self._look, args=(message,), daemon=True).start()
             case "stop":
                 self._end_workers(grace_s=float(message["grace_s"]))
                 self._channel.send({"kind": "ended"})
 
-    def _launch(self, seat: Mapping[str, Any], logs: Path, message: Mapping[str, Any]) -> None:
-        rank = int(seat["rank"])
+    def _launch(self, message: Mapping[str, Any]) -> None:
+        """Start the workers of all seats: they are forked from a process that imports once what they share."""
+        seats, logs = message["seats"], Path(message["logs"])
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        threads = max(1, cores // int(message["local_size"])) if seat["device"] == "cpu" else 1
+        on_cpu = seats[0]["device"] == "cpu"
+        threads = max(1, cores // int(message["local_size"])) if on_cpu else 1
+        modules = message["modules"] if on_cpu else []  # a worker on a GPU is not forked
         logs.mkdir(parents=True, exist_ok=True)
-        log = logs / f"rank-{rank}.log"
-        stack = tempfile.TemporaryFile()  # noqa: SIM115
-        ticket = {
-            "host": self._channel.peer_host,
-            "port": self._ticket.port,
-            "secret": self._ticket.secret,
-            "seat": dict(seat),
-            "parent": os.getpid(),
-            "stack": stack.fileno(),
-        }
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                python_command("worker", "main", import_path()),
-                stdin=subprocess.PIPE,
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = python_command("nursery", "main", import_path())
+        with other, _open_log(logs, seats[0]) as output:
+            nursery = subprocess.Popen(
+                [*command, str(os.getpid()), str(other.fileno()), json.dumps(modules)],
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=worker_environment(threads=threads, one_node=message["one_node"]),
-                pass_fds=[stack.fileno()],
+                pass_fds=[other.fileno()],
                 start_new_session=True,
             )
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:  # it is told as died
-            process.stdin.write(json.dumps(ticket).encode())
-        minded = self._minded[rank] = _Minded(rank, process, log, stack)
-        threading.Thread(target=self._wait, args=(minded,), name=f"wait-{rank}", daemon=True).start()
+        self._nurseries.append((nursery, own))
+        with suppress(OSError):  # it has ended, which is told
+            for seat in seats:
+                self._ask_for(seat, logs, own)
+        threading.Thread(target=self._hear, args=(nursery, own, list(self._minded.values())), daemon=True).start()
 
-    def _wait(self, minded: _Minded) -> None:
-        """Tell the end of a worker."""
-        status = minded.process.wait()
+    def _ask_for(self, seat: Mapping[str, Any], logs: Path, nursery: socket.socket) -> None:
+        rank = int(seat["rank"])
+        stack = tempfile.TemporaryFile()  # noqa: SIM115
+        self._minded[rank] = _Minded(rank, _log_of(logs, seat), stack)
+        place = {"host": self._channel.peer_host, "port": self._ticket.port, "secret": self._ticket.secret}
+        with _open_log(logs, seat) as log:
+            text = json.dumps({**place, "seat": dict(seat)}).encode()
+            socket.send_fds(nursery, [text], [log.fileno(), stack.fileno()])
+
+    def _hear(self, nursery: "subprocess.Popen[bytes]", link: socket.socket, minded: Sequence[_Minded]) -> None:
+        """Hear of workers' starts and ends until the nursery has ended."""
+        by_rank = {one.rank: one for one in minded}
+        with suppress(OSError):
+            while text := link.recv(_MESSAGE_BYTES):
+                told = json.loads(text)
+                if "pid" in told:
+                    by_rank[told["rank"]].pid = told["pid"]
+                else:
+                    self._tell_end(by_rank[told["rank"]], told["status"])
+        status = nursery.wait()
+        for one in minded:
+            if not one.ended.is_set():
+                self._tell_end(one, status)
+
+    def _tell_end(self, minded: _Minded, status: int) -> None:
+        minded.ended.set()
         text = processes.ending_text(status)
         if status == -signal.SIGKILL and processes.memory_kills() > self._memory_kills:
             text += ": the system ended it for want of memory"
@@ -212,7 +232,7 @@ class Attendant:
             if parent is not None and os.getppid() != parent:
                 self._channel.close()  # a child that the controller forked can keep the connection open after its death
                 return
-            stopped = [rank for rank, minded in self._minded.items() if processes.is_stopped(minded.process.pid)]
+            stopped = [one.rank for one in list(self._minded.values()) if one.pid and processes.is_stopped(one.pid)]
             try:
                 self._channel.send({"kind": "beat", "stopped": stopped})
             except ChannelClosed:
@@ -225,19 +245,32 @@ class Attendant:
 
     def _look(self, message: dict[str, Any]) -> None:
         minded = self._minded[int(message["rank"])]
-        lives = minded.process.poll() is None
-        stack = python_stack(minded.process.pid, minded.stack.fileno()) if message["stack"] and lives else []
+        lives = minded.pid is not None and not minded.ended.is_set()
+        stack = python_stack(minded.pid, minded.stack.fileno()) if message["stack"] and lives and minded.pid else []
         seen = {"log": str(minded.log), "tail": processes.last_lines(minded.log), "stack": stack}
         with suppress(ChannelClosed):
             self._channel.send({"kind": "seen", "id": message["id"], "rank": minded.rank, **seen})
 
     def _end_workers(self, *, grace_s: float) -> None:
         minded = list(self._minded.values())
-        processes.end_groups((one.process.pid for one in minded), grace_s=grace_s)
+        processes.end_groups((one.pid for one in minded if one.pid and not one.ended.is_set()), grace_s=grace_s)
+        for nursery, link in self._nurseries:
+            # Its own end comes last: the workers are killed with it.
+            link.close()
+            processes.end_groups([nursery.pid], grace_s=0.0)
+            nursery.wait()
         for one in minded:
-            one.process.wait()
             one.stack.close()
         self._minded.clear()
+        self._nurseries.clear()
+
+
+def _log_of(logs: Path, seat: Mapping[str, Any]) -> Path:
+    return logs / f"rank-{seat['rank']}.log"
+
+
+def _open_log(logs: Path, seat: Mapping[str, Any]) -> BinaryIO:
+    return _log_of(logs, seat).open("ab")
 
 
 def attend(ticket: Ticket, spare: Sequence[int] = ()) -> int | None:

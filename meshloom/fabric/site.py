@@ -165,14 +165,20 @@ class Site(ABC):
         code, text = ending_of(error)
         self.finish(self.exit_code if error is None else code, text)
 
-    def launch(self, listener: Listener, logs: Path) -> None:
-        """Start the workers of all seats; what they and the attendants say goes to ``listener``."""
+    def launch(self, listener: Listener, logs: Path, modules: Sequence[str]) -> None:
+        """Start the workers of all seats; what they and the attendants say goes to ``listener``.
+
+        Args:
+            listener: is told what comes in.
+            logs: folder of the workers' log files.
+            modules: that all workers import.
+        """
         self._listener = listener
         one_node = len({node.seats[0].node_index for node in self.nodes}) == 1
         for node in self.nodes:
             local_size = sum(seat.node_index == node.seats[0].node_index for seat in self.seats)
             seats = [asdict(seat) for seat in node.seats]
-            places = {"logs": str(logs.absolute()), "one_node": one_node, "local_size": local_size}
+            places = {"logs": str(logs.absolute()), "one_node": one_node, "local_size": local_size, "modules": modules}
             node.attendant.send({"kind": "launch", "seats": seats, **places})
 
     def finish(self, code: int, text: str = "") -> None:

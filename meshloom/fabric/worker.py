@@ -1,8 +1,8 @@
 """The process of one worker: it holds the host object and carries out verbs, one after the other, on its main thread.
 
 Owns: the process group of torch.distributed, the host object, the heartbeat. Refuses to know: what the verbs do. Always holds:
-the heartbeat begins before anything heavy is imported and goes on while a verb computes; the process group stands before the
-host's module is imported; when the controller's connection ends, so does this process, whatever it is in.
+the heartbeat goes on while a verb computes; the process group is set up here, before the host is made, whatever has been
+imported; when the controller's connection ends, so does this process, whatever it is in.
 
 From the controller: ``begin`` (host, settings; rank 0 opens the store), ``join`` (where the store is), ``call`` (a verb),
 ``end``. To it: ``hello``, ``beat``, ``store`` (its place), ``ready``, ``event`` and ``result`` of a call, ``error``.
@@ -36,7 +36,15 @@ _TRACEBACK_CHARACTERS = 6000
 
 def main() -> None:
     """Serve a controller by the ticket on standard input."""
-    ticket = json.load(sys.stdin)
+    serve_by(json.load(sys.stdin))
+
+
+def serve_by(ticket: dict[str, Any]) -> None:
+    """Serve a controller, and end this process.
+
+    Args:
+        ticket: where the controller is, the run's secret, the seat, the parent, and the file for the stack.
+    """
     die_with_parent(ticket["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()

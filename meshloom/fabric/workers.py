@@ -68,7 +68,8 @@ class Workers:
         self.watch = Watch(self, site, roles or {})
 
     def __enter__(self) -> Self:
-        self._site.launch(self, self._logs)
+        shared = ["torch", "torch.distributed"] if self._collectives else []
+        self._site.launch(self, self._logs, [*shared, self._host.partition(":")[0]])
         self.watch.start()
         try:
             self._begin()
