@@ -118,12 +118,14 @@ def _rehearse(root: Root, mesh: TrainMesh, compute: torch.dtype) -> None:
         UserError: if the model changes its logits in a way that is not known here.
     """
     model, decoder = plain_model(root.module), decoder_of(root.module)
-    ids = torch.arange(4, device=mesh.device)[None]
+    # Under tp a rank has a piece of the tokens between cut layers.
+    tokens = 4 * mesh.size("tp")
+    ids = torch.arange(tokens, device=mesh.device)[None] % 4
     given = {"input_ids": ids}
     if mesh.place["pp"] > 0:
         width = decoder.config.get_text_config().hidden_size
         given = {"inputs_embeds": torch.zeros(1, 4, width, dtype=compute, device=mesh.device)}
-    inputs = {**given, "position_ids": ids, "layout": PackedAttention([4]), "use_cache": False}
+    inputs = {**given, "position_ids": ids, "layout": PackedAttention([tokens]), "use_cache": False}
     if mesh.size("pp") > 1 or mesh.size("tp") > 1:
         root(lambda: decoder(**inputs).last_hidden_state)
         release(root)

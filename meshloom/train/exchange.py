@@ -12,34 +12,39 @@ from torch import Tensor
 
 
 @torch.compiler.disable
-def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same on each rank, where ranks go on to compute different parts: the gradient is the sum of theirs."""
-    return _Enter.apply(x, group)
-
-
-@torch.compiler.disable
 def add_up(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' parts, where ranks go on to compute the same: each part's gradient is that of the sum."""
     return _AddUp.apply(x, group)
 
 
 @torch.compiler.disable
+def gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """The ranks' pieces together, where ranks go on to compute different parts: a piece's gradient is the sum of theirs."""
+    return _Gather.apply(x, group, dim)
+
+
+@torch.compiler.disable
+def add_up_own(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's piece of the sum of the ranks' parts."""
+    return _AddUpOwn.apply(x, group, dim)
+
+
+@torch.compiler.disable
+def gather_same(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """The ranks' pieces together, where ranks go on to compute the same: a piece's gradient is that of its place."""
+    return _GatherSame.apply(x, group, dim)
+
+
+@torch.compiler.disable
+def own(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's piece of what is the same on each rank."""
+    return _Own.apply(x, group, dim)
+
+
+@torch.compiler.disable
 def swap(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks, …]: piece ``r`` goes to rank ``r``, and stands there in the place of this rank."""
     return _Swap.apply(x, group)
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
 
 
 class _AddUp(torch.autograd.Function):
@@ -52,6 +57,50 @@ class _AddUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own_of_sum(grad, ctx.group, ctx.dim), None, None
+
+
+class _AddUpOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _own_of_sum(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(grad, ctx.group, ctx.dim), None, None
+
+
+class _GatherSame(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _piece(grad, ctx.group, ctx.dim), None, None
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _piece(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(grad, ctx.group, ctx.dim), None, None
 
 
 class _Swap(torch.autograd.Function):
@@ -70,3 +119,20 @@ def _swapped(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
     return out
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    pieces = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, x.contiguous(), group=group)
+    return torch.cat(pieces, dim)
+
+
+def _own_of_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    pieces = [piece.contiguous() for piece in x.chunk(dist.get_world_size(group), dim)]
+    total = torch.empty_like(pieces[0])
+    dist.reduce_scatter(total, pieces, group=group)
+    return total
+
+
+def _piece(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()

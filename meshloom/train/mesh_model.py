@@ -17,7 +17,7 @@ from torch import Tensor
 from meshloom.config.settings import ModelSettings, OptimizerSettings
 from meshloom.samples import Samples, SampleTooLong, concat
 from meshloom.train.attention import AttentionLayout, attends_in_graph
-from meshloom.train.exchange import add_up
+from meshloom.train.exchange import add_up, gather_same
 from meshloom.train.gather import take_rows
 from meshloom.train.head import OutputHead
 from meshloom.train.logprobs import logprobs_and_entropy
@@ -166,11 +166,12 @@ class MeshModel(TrainedModel):
 
         Args:
             moved, computed: of the microbatch.
-            given_cD: hidden states of the same tokens after the layers before; none: there are none.
+            given_cD: hidden states of the same tokens after the layers before; none: there are none. Under ``tp`` a rank has a
+                piece of them, and gives a piece.
         """
         layout: AttentionLayout = computed.layout(self.settings.attention)
         ids_c, positions_c = moved["ids_C"], computed.positions_C
-        if self.mesh.groups.sp is not None:
+        if self._splits:
             split = self._split(computed)
             layout = SplitAttention(layout, split, self.mesh.groups.sp)
             ids_c, positions_c = split.own(ids_c), split.own(positions_c)
@@ -182,7 +183,9 @@ class MeshModel(TrainedModel):
         ]
 
     def _judge(self, hidden_cD: Tensor, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> Tensor:
-        """Log-prob and entropy [2, n] of what is predicted from this rank's part of the tokens."""
+        """Log-prob and entropy [2, n] of what is predicted from this rank's part of the tokens, on each rank of ``tp``."""
+        if self.mesh.groups.tp is not None:
+            hidden_cD = gather_same(hidden_cD, self.mesh.groups.tp, 0)
         index, target_ids_n = computed.predictors, moved["target_ids_N"]
         if self.mesh.groups.sp is not None:
             own_n, index = TokenSplit.of_device(moved)
@@ -203,7 +206,13 @@ class MeshModel(TrainedModel):
         return logprob_N, entropy_N
 
     def _split(self, computed: Computed) -> TokenSplit:
-        return TokenSplit(len(computed.tokens_C), self.mesh.size("sp"), self.mesh.place["sp"])
+        mesh = self.mesh
+        return TokenSplit(len(computed.tokens_C), mesh.size("sp"), mesh.place["sp"], pieces=mesh.size("tp"))
+
+    @property
+    def _splits(self) -> bool:
+        """Whether a rank has some of the tokens, at least between attention and MLP."""
+        return self.mesh.groups.sp is not None or self.mesh.groups.tp is not None
 
     def _head(self) -> OutputHead:
         head = MeshHead(self.module)
@@ -211,7 +220,7 @@ class MeshModel(TrainedModel):
         return head
 
     def _attends_in_graph(self) -> bool:
-        if self.mesh.groups.sp is not None:
+        if self._splits:
             return False
         like = torch.empty(0, dtype=self.compute, device=self.mesh.device)
         return attends_in_graph(self.settings.attention, like)

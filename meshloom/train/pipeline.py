@@ -162,8 +162,8 @@ class PipelineModel(MeshModel):
         return self._on_tokens(microbatch, work.moved, *self._of_all(out, work.moved))
 
     def _tokens(self, work: Pass) -> int:
-        tokens = len(work.moved["ids_C"])
-        return tokens if self.mesh.groups.sp is None else self._split(work.computed).each
+        """Tokens whose hidden states this rank is sent and sends."""
+        return self._split(work.computed).each // self.mesh.size("tp")
 
     def _links(self) -> Neighbours:
         return Neighbours(

@@ -6,8 +6,10 @@ cut is whole on each rank and computed the same there; a plan that attaches to n
 error.
 
 Columns of queries, keys, values and of the first matrices of an MLP are cut, and rows of what comes after: one sum of all
-ranks' results after attention and one after the MLP. Norms of single heads see some of the heads, so their gradients are parts
-of a sum. Embedding and head are cut by the vocabulary where it divides evenly.
+ranks' results after attention and one after the MLP. Between them tokens do not need each other, and each rank has a piece of
+them (Korthikanti et al. 2022, arXiv:2205.05198): a sum leaves it its piece, and pieces are gathered before the next cut
+matrix. So what is outside of cut matrices sees some of the tokens, or, as norms of single heads, some of the heads: gradients
+of its weights are parts of a sum. Embedding and head are cut by the vocabulary where it divides evenly.
 """
 
 import copy
@@ -22,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from meshloom.config.errors import UserError
-from meshloom.train.exchange import add_up, enter
+from meshloom.train.exchange import add_up_own, gather, own
 from meshloom.train.head import decoder_of
 from meshloom.train.load_sharded import parameter_owners
 from meshloom.train.mesh import TrainMesh
@@ -36,7 +38,8 @@ class TensorCut:
     """How a model was cut.
 
     Args:
-        whole: parameters that every rank has a copy of, and whether each one's gradient is a part of a sum.
+        whole: parameters that every rank has a copy of, and whether each one's gradient is a part of a sum; tables see all
+            tokens.
         vocabulary: this rank's part of it; none where tables are whole.
         cut: how many modules were cut.
     """
@@ -85,11 +88,10 @@ class _Cutter:
         self.model, self.mesh, self.found = model, mesh, TensorCut()
         self.ranks, self.rank, self.group = mesh.size("tp"), mesh.place["tp"], mesh.groups.tp
         config = model.config.get_text_config()
-        self.heads = config.num_attention_heads
         self.key_value_heads = config.num_key_value_heads
         self._owners = parameter_owners(model)
-        self._partial: set[int] = set()
         self._entered: set[nn.Module] = set()
+        self._tables: set[int] = set()
 
     def follow(self, parent: nn.Module, name: str, module: nn.Module, word: str) -> None:
         """Do what the plan says of a module.
@@ -98,8 +100,8 @@ class _Cutter:
             UserError: if it is not known how.
         """
         if word == HEAD_NORM:
-            self._partial.update(map(id, module.parameters()))
-        elif word == COLUMNS and isinstance(module, nn.Linear):
+            return
+        if word == COLUMNS and isinstance(module, nn.Linear):
             self._cut_columns(parent, name, module)
         elif word == ROWS and isinstance(module, nn.Linear):
             self._cut(module, "weight", 1)
@@ -117,7 +119,6 @@ class _Cutter:
         self.found.cut += 1
         if name in ("k_proj", "v_proj") and self.key_value_heads % self.ranks:
             # Fewer heads than ranks: the matrix stays whole, and each rank computes the one head that its queries need.
-            self._partial.update(map(id, module.parameters()))
             width = module.out_features // self.key_value_heads
             head = self.rank * self.key_value_heads // self.ranks
             module.forward = partial(_some_columns_forward, module, slice(head * width, (head + 1) * width))
@@ -133,10 +134,6 @@ class _Cutter:
             return
         self._entered.add(parent)
         parent.register_forward_pre_hook(partial(_entered, self.group), with_kwargs=True)
-        norms = [child for child in parent.children() if not isinstance(child, nn.Linear) and list(child.parameters())]
-        for norm in norms:
-            # Whatever else is in there sees single heads; older plans leave these norms out.
-            self._partial.update(map(id, norm.parameters()))
 
     def cut_vocabulary(self) -> None:
         """Cut embedding and head, if the vocabulary divides evenly."""
@@ -145,6 +142,9 @@ class _Cutter:
         tables = [module for module in (table, head) if isinstance(module, nn.Embedding | nn.Linear)]
         rows = {len(module.weight) for module in tables}
         if len(rows) != 1 or (size := rows.pop()) % self.ranks:
+            if table in tables:
+                table.forward = partial(_whole_embedding_forward, table, self.group)
+            self._tables = {id(parameter) for module in tables for parameter in module.parameters()}
             return
         each = size // self.ranks
         part = VocabularyPart(self.rank * each, each, self.group)
@@ -162,7 +162,7 @@ class _Cutter:
         """Note what stays whole."""
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, DTensor):
-                self.found.whole[name] = id(parameter) in self._partial
+                self.found.whole[name] = id(parameter) not in self._tables
 
     @torch.no_grad()
     def _cut(self, module: nn.Module, leaf: str, dim: int) -> None:
@@ -175,14 +175,10 @@ class _Cutter:
                 fix="parallel.actor.tensor=1",
             )
         each = parameter.shape[dim] // self.ranks
-        own = parameter.detach().narrow(dim, self.rank * each, each)
-        own = (
-            torch.empty_like(own, device="meta")
-            if parameter.is_meta
-            else own.clone(memory_format=torch.contiguous_format)
-        )
+        # A copy, so that the whole is freed; without memory it has none either.
+        held = parameter.detach().narrow(dim, self.rank * each, each).clone(memory_format=torch.contiguous_format)
         whole = DTensor.from_local(
-            own.contiguous(), self.mesh.tensor_mesh, [Shard(dim)], run_check=False, shape=parameter.shape,
+            held, self.mesh.tensor_mesh, [Shard(dim)], run_check=False, shape=parameter.shape,
             stride=parameter.stride(),
         )  # fmt: skip
         cut = nn.Parameter(whole, requires_grad=parameter.requires_grad)
@@ -197,8 +193,8 @@ def local(parameter: Tensor | None) -> Tensor | None:
 
 def _entered(group: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     if args:
-        return (enter(args[0], group), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], group)}
+        return (gather(args[0], group, 1), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"], group, 1)}
 
 
 def _columns_forward(module: nn.Linear, x: Tensor) -> Tensor:
@@ -211,18 +207,22 @@ def _some_columns_forward(module: nn.Linear, columns: slice, x: Tensor) -> Tenso
 
 
 def _rows_forward(module: nn.Linear, group: Any, x: Tensor) -> Tensor:
-    total = add_up(nn.functional.linear(x, local(module.weight)), group)
+    total = add_up_own(nn.functional.linear(x, local(module.weight)), group, 1)
     return total if module.bias is None else total + module.bias
 
 
 def _embedding_forward(table: nn.Embedding, part: VocabularyPart, ids: Tensor) -> Tensor:
     """The table's own forward, which a family may have changed, on its part of the rows."""
-    own = copy.copy(table)
-    own.__dict__["_parameters"] = {"weight": local(table.weight)}
+    cut = copy.copy(table)
+    cut.__dict__["_parameters"] = {"weight": local(table.weight)}
     # Its row gets no gradient: it must be the same token's row here.
     pad = table.padding_idx
-    own.padding_idx = pad - part.first if pad is not None and 0 <= pad - part.first < part.size else None
-    return part.embed(ids, partial(type(table).forward, own))
+    cut.padding_idx = pad - part.first if pad is not None and 0 <= pad - part.first < part.size else None
+    return part.embed(ids, partial(type(table).forward, cut))
+
+
+def _whole_embedding_forward(table: nn.Embedding, group: Any, ids: Tensor) -> Tensor:
+    return own(type(table).forward(table, ids), group, 1)
 
 
 def _refused(head: nn.Module, *_: Any) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from meshloom.train.attention import AttentionLayout
 from meshloom.train.exchange import swap
@@ -29,16 +30,18 @@ class TokenSplit:
         total: computed tokens.
         ranks: that share them.
         rank: this one.
+        pieces: that the tokens of a rank are cut in further, evenly (``tensor_parallel``).
     """
 
     total: int
     ranks: int
     rank: int
+    pieces: int = 1
 
     @property
     def each(self) -> int:
         """Tokens of one rank."""
-        return max(1, -(-self.total // self.ranks))
+        return max(1, -(-self.total // (self.ranks * self.pieces))) * self.pieces
 
     @property
     def filling(self) -> int:
@@ -68,17 +71,20 @@ class SplitAttention:
     Args:
         whole: attention over all tokens.
         split: of the tokens.
-        group: the ranks.
+        group: the ranks; none: this one alone has all tokens, some of which nobody sees.
     """
 
-    def __init__(self, whole: AttentionLayout, split: TokenSplit, group: dist.ProcessGroup) -> None:
+    def __init__(self, whole: AttentionLayout, split: TokenSplit, group: dist.ProcessGroup | None) -> None:
         self._whole, self._split, self._group = whole, split, group
 
     def attend(
         self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
         """Attention output of this rank's tokens, [c, H, D]."""
-        ranks, total = self._split.ranks, self._split.total
+        ranks, total, filling = self._split.ranks, self._split.total, (0, 0, 0, 0, 0, self._split.filling)
+        if self._group is None:
+            seen = (x[:, :total] for x in (query_HTD, key_KTD, value_KTD))
+            return pad(self._whole.attend(layer, *seen, scale=scale, window=window), filling)
         key_KTD, value_KTD = (_enough_heads(x, ranks) for x in (key_KTD, value_KTD))
         # Heads of each rank side by side: one exchange for queries, keys and values.
         pieces = [x.unflatten(0, (ranks, -1)) for x in (query_HTD, key_KTD, value_KTD)]
@@ -86,8 +92,7 @@ class SplitAttention:
         swapped_PhcD = swap(torch.cat(pieces, 1), self._group)
         heads_hCD = swapped_PhcD.movedim(0, 1).flatten(1, 2)[:, :total]
         out_ChD = self._whole.attend(layer, *heads_hCD.split(counts), scale=scale, window=window)
-        filling = (0, 0, 0, 0, 0, self._split.filling)
-        out_PchD = torch.nn.functional.pad(out_ChD, filling).unflatten(0, (ranks, -1))
+        out_PchD = pad(out_ChD, filling).unflatten(0, (ranks, -1))
         return swap(out_PchD, self._group).movedim(0, 1).flatten(1, 2)
 
 

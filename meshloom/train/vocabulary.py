@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshloom.train.exchange import add_up
+from meshloom.train.exchange import add_up_own
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class VocabularyPart:
         return partial
 
     def embed(self, ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
-        """Rows of a table cut so.
+        """This rank's piece of the rows of a table cut so.
 
         Args:
-            ids: tokens.
+            ids: tokens, [1, C]; C divides by the ranks.
             look_up: gives rows of this part for places in it.
         """
         places = self.own(ids)
         rows = look_up(places.clamp(min=0))
-        return add_up(torch.where((places >= 0)[..., None], rows, 0), self.group)
+        return add_up_own(torch.where((places >= 0)[..., None], rows, 0), self.group, 1)
