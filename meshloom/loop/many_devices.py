@@ -9,7 +9,7 @@ workers'.
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -133,7 +133,7 @@ def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
     nodes = _nodes(settings, layout)
     run_dir = Path(settings.run_dir)
     logs = run_dir / LOGS_FOLDER
-    made = [folder for folder in (logs, run_dir, *run_dir.parents) if not folder.exists()]
+    made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     roles = {rank: _roles_text(layout, rank) for rank in range(topology.num_devices)}
     try:
         with (
@@ -148,8 +148,10 @@ def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
             yield workers
     except UserError as error:
         if not isinstance(error, RunFault) and not (run_dir / SETTINGS_FILE).exists():
+            shutil.rmtree(logs, ignore_errors=True)
             for folder in made:
-                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):  # others may have put something there
+                    folder.rmdir()
         raise
 
 
