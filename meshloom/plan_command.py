@@ -112,13 +112,13 @@ def _show_plan(
 
         plan = judged(plan, translation)
 
+    notes = notes_on_hardware(settings)
     if args.html is not None:
         from meshloom.observe.plan_page import Planned, write_plan_page
 
-        write_plan_page(args.html, Planned(plan=plan, settings=settings, translation=translation))
+        planned = Planned(plan=plan, settings=settings, translation=translation, ranking=ranking, notes=notes)
+        write_plan_page(args.html, planned)
         note = f"{note}\nThe page: {args.html}"
-
-    notes = notes_on_hardware(settings)
     note = "".join(f"\n{line}" for line in (*notes, *filter(None, note.split("\n"))))
 
     def show(console: Console) -> None:

@@ -213,6 +213,24 @@ def test_the_page_of_a_verl_command_accounts_for_its_keys(tmp_path: Path, monkey
     assert "verl has no such key" in text and "data.train_batch_size" in text and "batch.prompts_per_step" in text
 
 
+def test_the_page_of_a_search_has_its_ranking_and_the_plan_of_what_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = public(tmp_path, "Qwen2.5-1.5B")
+    hardware = ("--devices-per-node", "2", "--device-kind", "h100", "--prompts", "1000")
+    assert (
+        main(["plan", "--auto", *DATA, "batch.steps=4", f"model.path={path}", *hardware, "--json", "--html", "p.html"])
+        == 0
+    )
+    ranking = json.loads(capsys.readouterr().out)["auto"]
+    text = _Reader(Path("p.html").read_text("utf-8")).text
+    assert len(ranking["ranking"]) > 1
+    for one in ranking["ranking"]:
+        assert one["arrangement"] in text and one["reason"] in text and one["budget"] in text
+    assert " ".join(ranking["chosen"]) in text and text.index("Placements") < text.index("prompts per step")
+
+
 def test_markup_escapes_what_is_not_markup() -> None:
     inside = el("p", "<i>", el("b", 3), None, ["&", el("br")], title='"<', class_="a", data_x=True, hidden=False)
     assert inside == '<p title="&quot;&lt;" class="a" data-x>&lt;i&gt;<b>3</b>&amp;<br></br></p>'

@@ -94,7 +94,7 @@ class Bars:
 
 def memory_bars(plan: Plan) -> Markup | None:
     """The bars of a plan; none if it has no memory ledger."""
-    groups = tuple(_groups(plan)) or tuple(_one_device(plan.lines))
+    groups = tuple(_one_device(plan.lines)) or tuple(_groups(plan))
     if not groups:
         return None
     scale = max(max(group.has or 0, *(bar.needed for bar in group.bars)) for group in groups)
@@ -111,7 +111,7 @@ def kind_of_bytes(name: str) -> str:
 
 
 def _groups(plan: Plan) -> Iterator[Bars]:
-    """Of a plan over devices, or of one device of a known kind."""
+    """Of a plan over devices."""
     if plan.outlook is None or plan.layout is None:
         return
     for group in plan.outlook.groups:

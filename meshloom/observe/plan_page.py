@@ -20,9 +20,11 @@ from meshloom.observe.format import plural, seconds_text
 from meshloom.observe.markup import Markup, assemble, el, join
 from meshloom.observe.plan_bars import memory_bars
 from meshloom.observe.plan_devices import device_map
+from meshloom.observe.plan_ranking import ranking_table
 from meshloom.observe.plan_timeline import timeline
 from meshloom.plan.build import Plan
 from meshloom.plan.ledger import DERIVED, MICROBATCHES, LedgerLine
+from meshloom.plan.ranking import Ranking
 from meshloom.plan.report import value_text
 from meshloom.plan.schedule import schedule
 from meshloom.plan.worked import worked
@@ -52,11 +54,15 @@ class Planned:
         plan: of the run.
         settings: that it is of.
         translation: of the verl command that they are from; none if they are not.
+        ranking: of placements, where they were searched.
+        notes: on hardware that is not here.
     """
 
     plan: Plan
     settings: TrainSettings | SftSettings | EvalSettings
     translation: Translation | None = None
+    ranking: Ranking | None = None
+    notes: tuple[str, ...] = ()
 
 
 def write_plan_page(file: Path, planned: Planned) -> None:
@@ -101,6 +107,8 @@ def _sections(planned: Planned) -> Iterator[_Section]:
     formulas = worked(plan.lines, flatten(settings))
     if plan.problems or plan.warnings:
         yield _findings(plan)
+    if planned.ranking is not None:
+        yield _section("placements", "Placements", "by the time of a step", ranking_table(planned.ranking))
     if plan.layout is not None:
         topology = plan.layout.topology
         note = "one device" if topology.num_devices == 1 else _devices_text(plan)
@@ -135,7 +143,8 @@ def _head(planned: Planned, sections: Sequence[_Section]) -> Markup:
     warned = el("span", plural(len(plan.warnings), "warning"), class_="pill stopped") if plan.warnings else None
     pills = el("p", verdict, warned, el("span", f"meshloom {kind}", class_="reason"), class_="pills")
     facts = (el("div", el("dt", name), el("dd", text)) for name, text in _facts(planned))
-    return el("header", brand, el("h1", folder), pills, el("dl", facts, class_="facts"))
+    notes = (el("p", note, class_="note") for note in planned.notes)
+    return el("header", brand, el("h1", folder), pills, el("dl", facts, class_="facts"), notes)
 
 
 def _facts(planned: Planned) -> Iterator[tuple[str, str]]:
