@@ -1,11 +1,14 @@
 """Further runs over several devices, opt-in: pipelines, both kinds of cuts at once, torchrun, and the lesson."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.lesson.model import build_model
@@ -39,8 +42,9 @@ def alone(inputs: Path) -> Path:
         ("cluster.devices_per_node=2", "parallel.actor.pipeline=2", "parallel.reference.pipeline=2"),
         ("cluster.devices_per_node=4", "parallel.actor.tensor=2", "parallel.reference.sequence=2"),
         ("cluster.devices_per_node=4", "placement.actor=[0,1]", "placement.reference=[2]", "placement.rollout=[2,3]"),
+        ("cluster.devices_per_node=2", "offload.actor={parameters: host, optimizer: disk}"),
     ],
-    ids=["pipeline", "sharded and split", "pools that overlap"],
+    ids=["pipeline", "sharded and split", "pools that overlap", "weights that leave their devices"],
 )
 def test_cuts_of_each_role_do_what_one_device_does(
     inputs: Path, alone: Path, tmp_path: Path, cuts: tuple[str, ...]
@@ -58,6 +62,20 @@ def test_a_run_goes_from_a_pipeline_to_tensor_parallelism_to_one_device(inputs: 
         settings = train_settings(inputs, tmp_path / "run", *steps, f"batch.steps={2 * number + 2}", *cut)
         assert run_training(settings, resume=number > 0) == 0
     assert_like(tmp_path / "whole", tmp_path / "run", only_last=True)
+
+
+def test_what_a_worker_finds_wrong_with_the_input_leaves_nothing_behind(inputs: Path, tmp_path: Path) -> None:
+    """A weight that is missing is found where the model is loaded: bad input, told once, without a run folder."""
+    shutil.copytree(inputs / "model", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    changes = (f"model.path={tmp_path / 'model'}", "cluster.devices_per_node=2")
+    with pytest.raises(UserError, match=r"missing from .*layers\.1\.mlp\.up_proj") as refused:
+        run_training(train_settings(inputs, tmp_path / "runs" / "run", *BRIEF, *changes), resume=False)
+    assert refused.value.exit_code == 2
+    assert not (tmp_path / "runs").exists()
 
 
 def test_torchruns_processes_are_the_devices_of_the_run(inputs: Path, alone: Path, tmp_path: Path) -> None:
