@@ -40,14 +40,19 @@ class Box:
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        count = 1
+        for start, stop in zip(self.starts, self.stops, strict=True):
+            count *= max(0, stop - start)
+        return count
 
     def meet(self, other: "Box") -> "Box | None":
         """What both hold; none if that is nothing."""
+        for start, stop, begin, end in zip(self.starts, self.stops, other.starts, other.stops, strict=True):
+            if start >= end or begin >= stop or start >= stop or begin >= end:
+                return None
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
-        found = Box(starts, stops)
-        return found if found.numel else None
+        return Box(starts, stops)
 
     def minus(self, other: "Box") -> "list[Box]":
         """What this holds and the other does not, as disjoint boxes."""

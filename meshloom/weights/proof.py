@@ -4,7 +4,7 @@ Owns: checksums of pieces, their exchange, the verdict. Refuses to know: how pie
 same verdict; a loss names the first tensor that was lost anywhere.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,9 @@ class Proof:
         """Of the next pieces that came, in their order, where they are."""
         self._places[1] = _add(self._received, self._places[1], values)
 
-    def here(self, copies: Iterable[tuple[int, Tensor, Tensor]]) -> None:
+    def here(self, copied: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         """Of copies within this rank: which tensor, what was read, and the place where it is."""
-        if copied := list(copies):
+        if copied:
             tensors, values, places = zip(*copied, strict=True)
             sums = torch.zeros(2, len(copied), dtype=torch.int64, device=places[0].device)
             checksums_into(sums[0], values)

@@ -92,7 +92,7 @@ class Resharder:
         self._transport = Transport(self.schedule, self._group, self._rank)
         self._sends = [bucket.sent(self._rank) for bucket in self.schedule.buckets]
         self._receives = [bucket.received(self._rank) for bucket in self.schedule.buckets]
-        self._keep_buffers = keep_buffers
+        self._keep_buffers, self._bucket_bytes = keep_buffers, bucket_bytes
         self._sizes = self.schedule.buffer_bytes(self._rank)
         self._out: list[Tensor] = []
         self._in: list[Tensor] = []
@@ -183,15 +183,22 @@ class Resharder:
                 whole = len(places) == 1 and places[0][0] == piece.box
                 arrived.append(places[0][1] if whole else values)
                 if not whole:
-                    proof.here((piece.tensor, box.of(values, piece.box), place) for box, place in places)
+                    proof.here([(piece.tensor, box.of(values, piece.box), place) for box, place in places])
         proof.received(arrived)
 
     def _copy_own(self, bucket: Bucket, proof: Proof) -> None:
-        """Copy what this rank needs of its own."""
+        """Copy what this rank needs of its own; what is rounded for the proof is alive for no more than a bucket's bytes."""
+        copied: list[tuple[int, Tensor, Tensor]] = []
+        size = 0
         for piece in bucket.local.get(self._rank, ()):
             values = self._read(piece)
             places = self._put(piece, values)
-            proof.here((piece.tensor, box.of(values, piece.box).to(place.dtype), place) for box, place in places)
+            copied += [(piece.tensor, box.of(values, piece.box).to(place.dtype), place) for box, place in places]
+            size += piece.num_bytes
+            if size >= self._bucket_bytes:
+                proof.here(copied)
+                copied, size = [], 0
+        proof.here(copied)
 
     def _put(self, piece: Piece, values: Tensor) -> list[tuple[Box, Tensor]]:
         places = list(self._taker.views(self.agreed.layouts[piece.tensor].name, piece.box))

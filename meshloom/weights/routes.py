@@ -8,6 +8,7 @@ it.
 A bucket takes a piece of every shard of a tensor at once, so that all ranks that hold it send at the same time.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,15 +48,13 @@ class Piece:
         tensor: which, by its place among all.
         box: the part.
         itemsize: bytes of a value.
+        num_bytes: of all its values.
     """
 
     tensor: int
     box: Box
     itemsize: int
-
-    @cached_property
-    def num_bytes(self) -> int:
-        return self.box.numel * self.itemsize
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -129,26 +128,87 @@ def packed_bytes(messages: Sequence[Message]) -> int:
 
 
 @dataclass
+class _Load:
+    """Bytes of every rank.
+
+    Args:
+        sent: what it packs, once for all who get the same.
+        received: what comes to it.
+        local: what it copies of its own, which is not on its way with the rest.
+    """
+
+    sent: dict[int, int] = field(default_factory=dict)
+    received: dict[int, int] = field(default_factory=dict)
+    local: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, routed: Sequence["Routed"], itemsize: int) -> "_Load":
+        found = cls()
+        packed: set[tuple[int, Box]] = set()
+        for source, target, box in routed:
+            size = box.numel * itemsize
+            if source == target:
+                found.local[target] = found.local.get(target, 0) + size
+                continue
+            found.received[target] = found.received.get(target, 0) + size
+            if (source, box) not in packed:
+                packed.add((source, box))
+                found.sent[source] = found.sent.get(source, 0) + size
+        return found
+
+    @property
+    def on_its_way(self) -> int:
+        """Most bytes that a rank sends or receives."""
+        return max((*self.sent.values(), *self.received.values()), default=0)
+
+    @property
+    def largest(self) -> int:
+        return max((self.on_its_way, *self.local.values()), default=0)
+
+    def joined(self, other: "_Load") -> "_Load":
+        return _Load(_added(self.sent, other.sent), _added(self.received, other.received))
+
+
+def _added(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
+    found = dict(one)
+    for rank, count in other.items():
+        found[rank] = found.get(rank, 0) + count
+    return found
+
+
+@dataclass
 class _Open:
     """A bucket that is being filled.
 
     Args:
-        parts: pieces by source and target.
+        sent: who gets each piece, by who sends it.
         local: pieces by rank.
-        num_bytes: at most received by one rank.
+        load: of what is sent.
     """
 
-    parts: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
+    sent: dict[tuple[int, Piece], list[int]] = field(default_factory=dict)
     local: dict[int, list[Piece]] = field(default_factory=dict)
-    num_bytes: int = 0
+    load: _Load = field(default_factory=_Load)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.sent and not self.local
+
+    def add(self, tensor: int, itemsize: int, part: "_TensorPart") -> None:
+        for (source, box), targets in part.targets.items():
+            self.sent[source, Piece(tensor, box, itemsize, box.numel * itemsize)] = targets
+        for rank, box in part.own:
+            self.local.setdefault(rank, []).append(Piece(tensor, box, itemsize, box.numel * itemsize))
+        self.load = self.load.joined(part.load)
 
     def close(self) -> Bucket:
-        groups: dict[tuple[int, tuple[Piece, ...]], list[int]] = {}
-        for (source, target), pieces in self.parts.items():
-            in_order = tuple(sorted(pieces, key=lambda piece: -piece.itemsize))
-            groups.setdefault((source, in_order), []).append(target)
-        messages = [Message(source, tuple(sorted(targets)), pieces) for (source, pieces), targets in groups.items()]
-        messages.sort(key=lambda message: (message.source, message.targets))
+        groups: dict[tuple[int, tuple[int, ...]], list[Piece]] = {}
+        for (source, piece), targets in self.sent.items():
+            groups.setdefault((source, tuple(sorted(targets))), []).append(piece)
+        messages = [
+            Message(source, targets, tuple(sorted(pieces, key=lambda piece: -piece.itemsize)))
+            for (source, targets), pieces in sorted(groups.items())
+        ]
         return Bucket(tuple(messages), {rank: tuple(pieces) for rank, pieces in self.local.items()})
 
 
@@ -173,50 +233,77 @@ def make_schedule(
     """
     buckets: list[Bucket] = []
     now = _Open()
+    alike: dict[Any, list[_TensorPart]] = {}
     for number, tensor in enumerate(tensors):
-        shares = _shares(number, tensor, node_of, together)
-        boxes = _distinct(tensor.sources.values())
-        count = _num_parts(boxes, tensor.itemsize, bucket_bytes)
-        chunks = {box: box.chunks(count) for box in boxes}
-        for place in range(count):
-            size = sum(chunk[place].numel for chunk in chunks.values() if place < len(chunk)) * tensor.itemsize
-            if now.num_bytes and now.num_bytes + size > bucket_bytes:
+        turn = number % max(Counter(tensor.sources.values()).values(), default=1)
+        sides = tuple(sorted(tensor.sources.items())), tuple(sorted(tensor.targets.items()))
+        key = tensor.shape, tensor.itemsize, *sides, turn
+        if key not in alike:  # a model's layers are cut alike
+            alike[key] = _in_parts(tensor, _shares(tensor, turn, node_of, together), bucket_bytes)
+        for part in alike[key]:
+            if now.load.joined(part.load).on_its_way > bucket_bytes and not now.is_empty:
                 buckets.append(now.close())
                 now = _Open()
-            now.num_bytes += size
-            for source, held, target, box in shares:
-                chunk = chunks[held]
-                if place < len(chunk) and (part := box.meet(chunk[place])) is not None:
-                    piece = Piece(number, part, tensor.itemsize)
-                    if source == target:
-                        now.local.setdefault(target, []).append(piece)
-                    else:
-                        now.parts.setdefault((source, target), []).append(piece)
-    if now.parts or now.local:
+            now.add(number, tensor.itemsize, part)
+    if not now.is_empty:
         buckets.append(now.close())
     return Schedule(tuple(tensors), tuple(buckets))
+
+
+Share = tuple[int, Box, int, Box]
+"""Who gives, the box that it holds, who gets, and what of the box."""
+Routed = tuple[int, int, Box]
+"""Who gives, who gets, and what."""
+
+
+@dataclass(frozen=True)
+class _TensorPart:
+    """What of a tensor goes into one bucket.
+
+    Args:
+        targets: who gets each box, by who gives it.
+        own: boxes that a rank has itself.
+        load: of it.
+    """
+
+    targets: dict[tuple[int, Box], list[int]]
+    own: list[tuple[int, Box]]
+    load: _Load
+
+    @classmethod
+    def of(cls, routed: Sequence[Routed], itemsize: int) -> "_TensorPart":
+        targets: dict[tuple[int, Box], list[int]] = {}
+        for source, target, box in routed:
+            if source != target:
+                targets.setdefault((source, box), []).append(target)
+        own = [(source, box) for source, target, box in routed if source == target]
+        return cls(targets, own, _Load.of(routed, itemsize))
+
+
+def _in_parts(tensor: TensorLayout, shares: Sequence[Share], bucket_bytes: int) -> list[_TensorPart]:
+    """A tensor in as few parts as it takes for each to fit a bucket, or in rows."""
+    boxes = _distinct(tensor.sources.values())
+    most = max((box.shape[0] for box in boxes if box.starts), default=1)
+    whole = _Load.of([(source, target, box) for source, _, target, box in shares], tensor.itemsize)
+    count = max(1, min(most, -(-whole.largest // bucket_bytes)))
+    while True:
+        routed: list[list[Routed]] = [[] for _ in range(count)]
+        chunks = {box: box.chunks(count) for box in boxes}
+        for source, held, target, box in shares:
+            for part, chunk in zip(routed, chunks[held], strict=False):
+                if (common := box.meet(chunk)) is not None:
+                    part.append((source, target, common))
+        parts = [_TensorPart.of(part, tensor.itemsize) for part in routed if part]
+        if count == most or all(part.load.largest <= bucket_bytes for part in parts):
+            return parts
+        count = min(most, count + max(1, count // 8))
 
 
 def _distinct(boxes: Iterator[Box] | Sequence[Box]) -> list[Box]:
     return [box for box in dict.fromkeys(boxes) if box.numel]
 
 
-def _num_parts(boxes: Sequence[Box], itemsize: int, bucket_bytes: int) -> int:
-    """Into how many parts the shards of a tensor are cut, so that one part of each goes into a bucket."""
-    rows = [(box.shape[0], box.numel // box.shape[0]) for box in boxes if box.starts]
-    total = sum(count * width for count, width in rows) * itemsize
-    most = max((count for count, _ in rows), default=1)
-    parts = max(1, -(-total // bucket_bytes))
-    while parts < most and sum(-(-count // parts) * width for count, width in rows) * itemsize > bucket_bytes:
-        parts += 1
-    return min(parts, most)
-
-
-Share = tuple[int, Box, int, Box]
-"""Who gives, the box that it holds, who gets, and what of the box."""
-
-
-def _shares(number: int, tensor: TensorLayout, node_of: Callable[[int], Any], together: bool) -> list[Share]:
+def _shares(tensor: TensorLayout, turn: int, node_of: Callable[[int], Any], together: bool) -> list[Share]:
     holders: dict[Box, list[int]] = {}
     for rank, box in sorted(tensor.sources.items()):
         if box.numel:
@@ -232,7 +319,7 @@ def _shares(number: int, tensor: TensorLayout, node_of: Callable[[int], Any], to
             found = [part for box in missing if (part := box.meet(held)) is not None]
             if found:
                 near = [rank for rank in ranks if node_of(rank) == node_of(target)] or ranks
-                source = near[(number if together else number + order) % len(near)]
+                source = near[(turn if together else turn + order) % len(near)]
                 shares += [(source, held, target, part) for part in found]
                 missing = [rest for box in missing for rest in box.minus(held)]
         if missing:
