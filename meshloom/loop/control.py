@@ -157,11 +157,14 @@ class ControlLoop:
         Raises:
             RunFault: if none of its groups was finished.
         """
-        self.buffer.drop_stale(self.version)
+        lost = self._draw(self.buffer.drop_stale(self.version))
+        anew = _Flight(lost, self.stage.begin_rollout(lost, self.version)) if lost else None
         self._begin()
-        if len(self.buffer) < self.schedule.prompts_per_step:
-            self._collect()
+        if anew is not None:
+            self.buffer.add(self._collect(anew))
         if not len(self.buffer):
+            self.buffer.put(self._collect(self._flights.popleft()))
+        if not self.buffer.steps[0]:
             raise RunFault(
                 "no group of this step was finished",
                 where="rollout.deadline_s",
@@ -170,8 +173,8 @@ class ControlLoop:
             )
 
     def train(self) -> None:
-        """A step on the oldest groups that wait: new weights, and the engines have them."""
-        groups = self.buffer.take(self.schedule.prompts_per_step)
+        """A step on the groups that wait for it: new weights, and the engines have them."""
+        groups = self.buffer.take()
         lag = self.version - min(group.oldest_version for group in groups)
         batch = self.stage.judge(groups)
         learned = self.stage.learn(batch, self.version)
@@ -200,8 +203,8 @@ class ControlLoop:
         that is resumed repeats itself.
         """
         while self._flights:
-            self._collect()
-        self.stage.save(self.progress(), tuple(self.buffer.groups), self.score)
+            self.buffer.put(self._collect(self._flights.popleft()))
+        self.stage.save(self.progress(), self.buffer.groups, self.score)
         self.saved_step = self.step
 
     def progress(self) -> Progress:
@@ -212,6 +215,7 @@ class ControlLoop:
             draws=self.draws,
             order=self.order.state(),
             stale=self.buffer.dropped_stale,
+            waiting=tuple(map(len, self.buffer.steps)),
             retried=self.retried,
             dropped=self.dropped,
         )
@@ -226,32 +230,27 @@ class ControlLoop:
         self.step, self.version, self.draws = progress.step, progress.version, progress.draws
         self.saved_step = self.step
         self.order.load(progress.order)
-        self.buffer.groups, self.buffer.dropped_stale = list(waiting), progress.stale
+        self.buffer.load(waiting, progress.waiting, progress.stale)
         self.retried, self.dropped = progress.retried, progress.dropped
 
     def _begin(self) -> None:
         """Begin rollouts for the next steps, as far ahead as their samples are sure to be fresh enough."""
         steps = min(1 + self.schedule.steps_ahead, self.schedule.steps - self.step)
-        while (missing := steps * self.schedule.prompts_per_step - self._awaited()) > 0:
-            draws = self._draw(min(missing, self.schedule.prompts_per_step))
+        while len(self.buffer) + len(self._flights) < steps:
+            draws = self._draw(self.schedule.prompts_per_step)
             self._flights.append(_Flight(draws, self.stage.begin_rollout(draws, self.version)))
-
-    def _awaited(self) -> int:
-        """Groups that wait or are in flight."""
-        return len(self.buffer) + sum(len(flight.draws) for flight in self._flights)
 
     def _draw(self, count: int) -> tuple[Draw, ...]:
         first, self.draws = self.draws, self.draws + count
         return tuple(Draw(first + i, prompt) for i, prompt in enumerate(self.order.take(count)))
 
-    def _collect(self) -> None:
-        """Wait for the oldest job; its groups wait in the buffer then."""
-        flight = self._flights.popleft()
+    def _collect(self, flight: _Flight) -> Sequence[Group[Any]]:
+        """Wait for a job; what it gave, once its unfinished draws were tried again."""
 
         def again(draws: Sequence[Draw]) -> Attempt[Group[Any]]:
             return self.stage.begin_rollout(draws, self.version).collect()
 
         collected = tried_twice(flight.draws, flight.job.collect(), again)
-        self.buffer.put(collected.groups)
         self.retried += collected.retried
         self.dropped += len(collected.dropped)
+        return collected.groups

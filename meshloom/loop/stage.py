@@ -140,6 +140,7 @@ class Progress:
         draws: made so far.
         order: of the prompts, as ``PromptOrder.state``.
         stale: groups that were too old to be trained on.
+        waiting: groups that wait for each of the next steps.
         retried: draws that needed another job, and no step has reported yet.
         dropped: draws that were given up, and no step has reported yet.
     """
@@ -149,17 +150,19 @@ class Progress:
     draws: int
     order: dict[str, Any]
     stale: int = 0
+    waiting: tuple[int, ...] = ()
     retried: int = 0
     dropped: int = 0
 
     def values(self) -> dict[str, Any]:
         """As JSON."""
-        return asdict(self)
+        return {**asdict(self), "waiting": list(self.waiting)}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Progress":
         """What ``values`` gave, among other values or alone."""
-        return cls(**{each.name: values[each.name] for each in fields(cls)})
+        given = {each.name: values[each.name] for each in fields(cls)}
+        return cls(**{**given, "waiting": tuple(given["waiting"])})
 
 
 class Stage(Protocol[ContentT, BatchT, LearnedT]):
