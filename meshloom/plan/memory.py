@@ -1,7 +1,8 @@
 """The memory ledger of one device: what a run must hold, and in which phase.
 
-Owns: the bytes of weights, optimizer, cache and activations, each with its formula. Refuses to know: how anything is
-allocated. Always holds: weights are counted from the model's files; a number that is an estimate says so.
+Owns: the lines of a plan on one device, each with its formula and origin. Refuses to know: how many bytes anything takes, which
+``plan.sharded_memory`` counts for all plans, here of a model that is not cut. Always holds: weights are counted from the
+model's files where there are any; a number that is an estimate says so.
 
 The estimate of activations counts what a layer of the Llama shape keeps for its backward pass, in values per token: 4 hidden
 (both norms' inputs and outputs), 3 query widths (projected, rotated, attention's output), 3 key-value widths (key, rotated key,
@@ -15,8 +16,8 @@ The peak while updating, compiled in bfloat16 on a GPU without recompute, agains
 tokens 38.3 for 38 GiB and 89.0 for 91 GiB: 2 % off at most.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -31,9 +32,11 @@ from meshloom.plan.ledger import (
     most_microbatch_tokens,
 )
 from meshloom.plan.model_folder import ModelFolder
-from meshloom.plan.parameters import UnknownFamily, count_parameters
+from meshloom.plan.parameters import DecoderNumbers, Layer, Layers, UnknownFamily, count_parameters
+from meshloom.plan.residency import EngineRole, Holding, ModelRole, Phase
+from meshloom.plan.sharded_memory import FLOAT32, DeviceLedger, engine_holdings, model_holdings
+from meshloom.plan.shards import Cut, cached_values, part_of
 
-_FLOAT32 = 4
 _SMALLEST_SLOT, _PAGE = 64, 64
 _SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -46,7 +49,9 @@ MACHINE, GPU = "memory of this machine", "memory of the GPU"
 GENERATING, UPDATING = "peak while generating", "peak while updating"
 """Names of the lines that are compared."""
 CHECKPOINT = "checkpoint"
-_PHASES = {"g": "generate", "u": "update"}
+_BOTH = (Phase.GENERATE, Phase.UPDATE)
+_SUM = "sum of what the phase holds; libraries and fragmentation come on top"
+_QUARTER = "a quarter of the memory available on this machine now"
 
 
 class UnknownShape(ValueError):
@@ -106,15 +111,34 @@ class ModelShape:
             vocabulary=model.vocabulary,
         )
 
-    @property
-    def gradients_per_token(self) -> int:
-        """Gradients of activations that a layer's backward pass has at once for one token."""
-        return self.hidden + 2 * self.intermediate
+    def numbers(self, parameters: int) -> DecoderNumbers:
+        """The decoder as the sharded ledger counts with it: layers of the Llama shape, and parameters as one table, since
+        nothing is cut.
+
+        Args:
+            parameters: of the whole model.
+        """
+        key_value_heads = max(1, self.key_value_width // self.head_dim)
+        layer = Layer(attention=0, norms=0, intermediate=self.intermediate)
+        return DecoderNumbers(
+            family="",
+            embedding=parameters,
+            layers=Layers(((layer, self.num_layers),)),
+            final_norm=0,
+            head=0,
+            hidden=self.hidden,
+            vocabulary=self.vocabulary,
+            num_heads=self.query_width // self.head_dim,
+            num_key_value_heads=key_value_heads,
+            query_width=self.query_width,
+            value_width=self.query_width,
+            key_value_width=self.key_value_width,
+            cached=2 * self.key_value_width,
+        )
 
     def values_per_token_and_layer(self, *, compiled: bool) -> int:
         """Activations a layer keeps for one token."""
-        narrow = 3 * (self.hidden + self.query_width + self.key_value_width + self.intermediate)
-        return narrow if compiled else narrow + self.hidden + self.intermediate
+        return part_of(self.numbers(0), Cut(), compiled=compiled).layer_values
 
 
 def compute_bytes(dtype: str, device: str) -> int:
@@ -148,67 +172,81 @@ def memory_ledger(
         UnknownShape: if config.json lacks what the estimates need.
     """
     shape, width = ModelShape.of(folder), compute_bytes(settings.model.dtype, settings.device)
+    model = shape.numbers(folder.num_parameters)
     ledger = _Memory()
     how = "in the headers of the safetensors files" if folder.has_weights else "by config.json"
     ledger.count("parameters", folder.num_parameters, f"counted {how}")
-    ledger.bytes("weights", folder.num_parameters * width, f"parameters × {width}", phases="gu")
+    actor = _actor(settings, folder, model, width, recompute)
+    ledger.take(model_holdings(actor))
+    ledger.held("weights", f"parameters × {width}")
     if not isinstance(settings, EvalSettings):
-        _optimizer_lines(ledger, settings, folder, width)
-        _update_lines(ledger, settings, shape, width, recompute)
+        _optimizer_lines(ledger, settings, actor)
+        _update_lines(ledger, settings, actor)
     if not isinstance(settings, SftSettings):
-        if settings.rollout.engine == "vllm":
-            _vllm_lines(ledger, settings, folder.num_parameters * width, cache_bytes_per_token(shape, width))
-        else:
-            _cache_line(ledger, settings, shape, width)
+        _engine_lines(ledger, settings, model, width)
     if isinstance(settings, TrainSettings) and settings.algorithm.kl is not KlPlace.NONE:
         if settings.model.lora is None:
-            ledger.bytes("reference weights", folder.num_parameters * width, f"parameters × {width}", phases="gu")
+            reference = replace(actor, name="reference", computes=(Phase.LOGPROB,))
+            ledger.take(model_holdings(reference))
+            ledger.held("weights", f"parameters × {width}", shown="reference weights")
         else:
-            ledger.bytes("reference weights", 0, "the model without its adapters", phases="gu")
+            ledger.bytes("reference weights", 0, "the model without its adapters", phases=_BOTH)
     ledger.peaks(generates=not isinstance(settings, SftSettings), updates=not isinstance(settings, EvalSettings))
     if on_gpu(settings.device):
         if device_memory is not None:
             given = settings.device_memory_bytes is not None
             origin = settings.provenance.of("device_memory_bytes") if given else "this GPU"
             formula = "device_memory_bytes" if given else "free when the run begins"
-            ledger.bytes(GPU, device_memory, formula, phases="", source=origin)
+            ledger.bytes(GPU, device_memory, formula, source=origin)
     else:
         memory = psutil.virtual_memory()
         formula = f"as the system says; {memory.available / 2**30:.1f} GiB of it are available now"
-        ledger.bytes(MACHINE, memory.total, formula, phases="", source="this machine")
+        ledger.bytes(MACHINE, memory.total, formula, source="this machine")
     return tuple(ledger.lines)
 
 
 class _Memory:
-    """Collects lines and adds up phases: g generate, u update."""
+    """Names what is held, line by line, and adds up phases; the bytes are those of the sharded ledger."""
 
     def __init__(self) -> None:
         self.lines: list[LedgerLine] = []
-        self.sums = {"g": 0, "u": 0}
+        self._all: list[Holding] = []
+        self._last: Mapping[str, Holding] = {}
+
+    def take(self, holdings: Sequence[Holding]) -> None:
+        """What a role holds; its parts can be named then."""
+        self._all += holdings
+        self._last = {holding.name: holding for holding in holdings}
+
+    def held(self, name: str, formula: str, *, shown: str = "", source: str = DERIVED) -> None:
+        """A line of what the role that was taken last holds."""
+        holding = self._last[name]
+        phases = tuple(phase for phase in _BOTH if phase in holding.phases)
+        self.bytes(shown or name, holding.bytes, formula, phases=phases, source=source)
 
     def count(self, name: str, value: int, formula: str) -> None:
         self.lines.append(LedgerLine(section="memory", name=name, value=value, formula=formula, source="model.path"))
 
-    def bytes(self, name: str, value: int, formula: str, *, phases: str, source: str = DERIVED) -> None:
-        when = tuple(_PHASES[phase] for phase in phases)
+    def bytes(
+        self, name: str, value: int, formula: str, *, phases: Sequence[Phase] = (), source: str = DERIVED
+    ) -> None:
+        when = tuple(map(str, phases))
         line = LedgerLine(
             section="memory", name=name, value=value, formula=formula, source=source, unit="bytes", phases=when
         )
         self.lines.append(line)
-        for phase in phases:
-            self.sums[phase] += value
 
     def peaks(self, *, generates: bool, updates: bool) -> None:
-        parts = "sum of what the phase holds; libraries and fragmentation come on top"
+        parts, ledger = _SUM, DeviceLedger(holdings=tuple(self._all))
         if generates:
-            self.bytes(GENERATING, self.sums["g"], parts, phases="")
+            self.bytes(GENERATING, ledger.held(Phase.GENERATE), parts)
         if updates:
-            self.bytes(UPDATING, self.sums["u"], parts, phases="")
+            self.bytes(UPDATING, ledger.held(Phase.UPDATE), parts)
 
 
 def checkpoint_bytes_each(width: int) -> int:
     """Bytes of a checkpoint for each trained parameter: it as it is, its master where there is one, and both moments."""
-    return width + (0 if width == _FLOAT32 else _FLOAT32) + 2 * _FLOAT32
+    return width + (0 if width == FLOAT32 else FLOAT32) + 2 * FLOAT32
 
 
 def trainable_parameters(settings: TrainSettings | SftSettings, folder: ModelFolder) -> int:
@@ -219,57 +257,71 @@ def trainable_parameters(settings: TrainSettings | SftSettings, folder: ModelFol
     return sum(lora.rank * sum(tensor.shape) for tensor in folder.linear_layers(lora.target_modules).values())
 
 
-def _optimizer_lines(ledger: _Memory, settings: TrainSettings | SftSettings, folder: ModelFolder, width: int) -> None:
-    trained = trainable_parameters(settings, folder)
+def _actor(
+    settings: TrainSettings | SftSettings | EvalSettings,
+    folder: ModelFolder,
+    model: DecoderNumbers,
+    width: int,
+    recompute: bool,
+) -> ModelRole:
+    """The model that is trained, whole on the device; in an evaluation its weights alone."""
+    gpu = on_gpu(settings.device)
+    trains, trained, tokens = not isinstance(settings, EvalSettings), None, 1
+    if not isinstance(settings, EvalSettings):
+        trained = None if settings.model.lora is None else trainable_parameters(settings, folder)
+        tokens = most_computed_tokens(settings, most_microbatch_tokens(settings))
+    return ModelRole(
+        name="actor",
+        model=model,
+        computes=(Phase.UPDATE,) if trains else (),
+        width=width,
+        trained=trained,
+        tokens=tokens,
+        recompute=recompute,
+        compiled=compiles(settings.model, gpu=gpu),
+        chunk_bytes=logits_chunk_bytes(settings.model, gpu=gpu),
+        # On a GPU the bound is on logits in float32 and their gradient in the model's arithmetic; in float32 it is in place.
+        logit_bytes=FLOAT32 + (width if gpu and width < FLOAT32 else 0),
+    )
+
+
+def _optimizer_lines(ledger: _Memory, settings: TrainSettings | SftSettings, actor: ModelRole) -> None:
+    trained = actor.model.total if actor.trained is None else actor.trained
     if settings.model.lora is None:
         ledger.count("trained parameters", trained, "all parameters")
     else:
         ledger.count("trained parameters", trained, "Σ rank × (inputs + outputs) over the layers with adapters")
-        ledger.bytes("adapter weights", trained * width, f"trained parameters × {width}", phases="gu")
-    if width == _FLOAT32:
-        ledger.bytes("float32 masters", 0, "the weights are float32 themselves", phases="gu")
-    else:
-        ledger.bytes("float32 masters", trained * _FLOAT32, "trained parameters × 4", phases="gu")
-    ledger.bytes("optimizer moments", 2 * trained * _FLOAT32, "trained parameters × 2 × 4", phases="gu")
-    ledger.bytes("gradients", trained * _FLOAT32, "trained parameters × 4, float32", phases="u")
-    each = checkpoint_bytes_each(width)
-    ledger.bytes(CHECKPOINT, trained * each, f"trained parameters × {each}, on the disk", phases="")
+        ledger.held("adapter weights", f"trained parameters × {actor.width}")
+    wide = actor.width == FLOAT32
+    ledger.held("float32 masters", "the weights are float32 themselves" if wide else "trained parameters × 4")
+    ledger.held("optimizer moments", "trained parameters × 2 × 4")
+    ledger.held("gradients", "trained parameters × 4, float32")
+    each = checkpoint_bytes_each(actor.width)
+    ledger.bytes(CHECKPOINT, trained * each, f"trained parameters × {each}, on the disk")
 
 
-def _update_lines(
-    ledger: _Memory, settings: TrainSettings | SftSettings, shape: ModelShape, width: int, recompute: bool
-) -> None:
-    bound, gpu = most_microbatch_tokens(settings), on_gpu(settings.device)
-    tokens = most_computed_tokens(settings, bound)
+def _update_lines(ledger: _Memory, settings: TrainSettings | SftSettings, actor: ModelRole) -> None:
+    bound, origin = most_microbatch_tokens(settings), settings.provenance.of
     formula = "min(batch.tokens_per_microbatch, samples of an update or microbatch × longest sample)"
-    if tokens < bound:
+    if actor.tokens < bound:
         formula += f": {bound}; in whole groups of equal responses, each prompt once"
-    origin = settings.provenance.of("batch.tokens_per_microbatch")
     line = LedgerLine(
-        section="memory", name="tokens at once", value=tokens, formula=formula, source=origin, unit="tokens"
+        section="memory",
+        name="tokens at once",
+        value=actor.tokens,
+        formula=formula,
+        source=origin("batch.tokens_per_microbatch"),
+        unit="tokens",
     )
     ledger.lines.append(line)
-    chunk = logits_chunk_bytes(settings.model, gpu=gpu)
-    # On a GPU the bound is on logits in float32 and their gradient in the model's arithmetic, which is in place in float32.
-    each = _FLOAT32 + (width if gpu and width < _FLOAT32 else 0)
-    given = "model.logits_chunk_bytes" if settings.model.logits_chunk_bytes else f"{chunk // 2**20} MiB"
-    formula = f"min({given}, tokens at once × vocabulary × {each})"
-    logits, origin = min(chunk, tokens * shape.vocabulary * each), settings.provenance.of("model.logits_chunk_bytes")
-    ledger.bytes("logits", logits, formula, phases="u", source=origin)
-    layer = shape.values_per_token_and_layer(compiled=compiles(settings.model, gpu=gpu))
-    if recompute:
-        whole = layer + shape.gradients_per_token
-        values = tokens * (shape.num_layers * shape.hidden + whole)
-        formula = f"estimate: tokens at once × (layers × hidden + {whole}) × {width}"
-    else:
-        values = tokens * shape.num_layers * layer
-        formula = f"estimate: tokens at once × layers × {layer} × {width}"
-    ledger.bytes("activations", values * width, formula, phases="u")
-
-
-def cache_bytes_per_token(shape: ModelShape, width: int) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * shape.num_layers * shape.key_value_width * width
+    given = "model.logits_chunk_bytes" if settings.model.logits_chunk_bytes else f"{actor.chunk_bytes // 2**20} MiB"
+    formula = f"min({given}, tokens at once × vocabulary × {actor.logit_bytes})"
+    ledger.held("logits", formula, source=origin("model.logits_chunk_bytes"))
+    part = part_of(actor.model, actor.cut, compiled=actor.compiled)
+    values = f"layers × {part.layer_values}"
+    if actor.recompute:
+        values = f"(layers × hidden + {part.layer_values + part.layer_gradients})"
+    ledger.held("activations", f"estimate: tokens at once × {values} × {actor.width}")
 
 
 def _longest_and_sequences(settings: TrainSettings | EvalSettings) -> tuple[int, int]:
@@ -282,49 +334,58 @@ def _longest_and_sequences(settings: TrainSettings | EvalSettings) -> tuple[int,
     return settings.data.max_prompt_tokens + response, rollout.max_sequences
 
 
-def _vllm_lines(
-    ledger: _Memory, settings: TrainSettings | EvalSettings, weight_bytes: int, bytes_per_token: int
-) -> None:
-    """vLLM has weights of its own; with the cache they are gone while it sleeps."""
-    rollout, gpu = settings.rollout, on_gpu(settings.device)
-    phases = "g" if gpu and rollout.vllm.sleep else "gu"
-    ledger.bytes("vLLM's weights", weight_bytes, "a copy of the weights", phases=phases)
-    ledger.bytes("cache per token", bytes_per_token, "2 × layers × key-value width × bytes of a value", phases="")
-    if rollout.kv_cache_bytes is not None:
-        origin = settings.provenance.of("rollout.kv_cache_bytes")
-        ledger.bytes("key-value cache", rollout.kv_cache_bytes, "rollout.kv_cache_bytes", phases=phases, source=origin)
-    elif gpu:
-        longest, sequences = _longest_and_sequences(settings)
-        share = f"{rollout.vllm.gpu_memory_utilization:g} of the GPU's memory, vLLM's weights included"
-        formula = f"sequences at once × {longest} tokens × cache per token; vLLM takes {share}"
-        ledger.bytes("key-value cache", sequences * longest * bytes_per_token, formula, phases=phases)
-    else:
-        formula = "a quarter of the memory available on this machine now"
-        ledger.bytes("key-value cache", psutil.virtual_memory().available // 4, formula, phases=phases)
-
-
-def _cache_line(ledger: _Memory, settings: TrainSettings | EvalSettings, shape: ModelShape, width: int) -> None:
-    rollout = settings.rollout
+def _engine_lines(ledger: _Memory, settings: TrainSettings | EvalSettings, model: DecoderNumbers, width: int) -> None:
+    """The engine: vLLM with weights of its own, which with the cache are gone while it sleeps; the embedded one without."""
+    rollout, gpu, vllm = settings.rollout, on_gpu(settings.device), settings.rollout.engine == "vllm"
     longest, sequences = _longest_and_sequences(settings)
-    if on_gpu(settings.device):
-        slot = (-(-longest // _PAGE) + 1) * _PAGE
-        logits = sequences * shape.vocabulary * _FLOAT32
-        ledger.bytes("logits of a decode step", logits, "sequences at once × vocabulary × 4", phases="g")
+    slot, given = longest if vllm else _slot(longest, gpu=gpu), rollout.kv_cache_bytes
+    bound = given if given is not None or gpu else psutil.virtual_memory().available // 4
+    engine = EngineRole(
+        model=model,
+        width=width,
+        own_weights=vllm,
+        sleeps=not vllm or (gpu and rollout.vllm.sleep),
+        sequences=sequences,
+        slot_tokens=slot,
+        cache_bytes=bound,
+        fills_cache=vllm,
+        keeps_logits=gpu and not vllm,
+    )
+    ledger.take(engine_holdings(engine))
+    per_token = cached_values(model, 1) * width
+    if vllm:
+        ledger.held("engine's weights", "a copy of the weights", shown="vLLM's weights")
+        of_value, formula = "bytes of a value", _vllm_cache(settings, longest)
     else:
-        slot = _SMALLEST_SLOT
-        while slot < longest:
-            slot *= 2
-    per_token = cache_bytes_per_token(shape, width)
-    ledger.bytes("cache per token", per_token, f"2 × layers × key-value width × {width}", phases="")
-    wanted = sequences * slot * per_token
-    formula = f"sequences at once × slot of {slot} tokens × cache per token"
-    if rollout.kv_cache_bytes is None and on_gpu(settings.device):
-        ledger.bytes("key-value cache", wanted, f"{formula}; at most nine tenths of the GPU's free memory", phases="g")
-    elif rollout.kv_cache_bytes is None:
-        quarter = psutil.virtual_memory().available // 4
-        formula = f"min(a quarter of the memory available on this machine now, {formula})"
-        ledger.bytes("key-value cache", min(wanted, quarter), formula, phases="g")
-    else:
-        origin = settings.provenance.of("rollout.kv_cache_bytes")
-        bounded = min(wanted, rollout.kv_cache_bytes)
-        ledger.bytes("key-value cache", bounded, f"min(rollout.kv_cache_bytes, {formula})", phases="g", source=origin)
+        of_value, formula = str(width), f"sequences at once × slot of {slot} tokens × cache per token"
+        if gpu:
+            ledger.held("logits of a decode step", "sequences at once × vocabulary × 4")
+        if given is not None:
+            formula = f"min(rollout.kv_cache_bytes, {formula})"
+        elif gpu:
+            formula += "; at most nine tenths of the GPU's free memory"
+        else:
+            formula = f"min({_QUARTER}, {formula})"
+    ledger.bytes("cache per token", per_token, f"2 × layers × key-value width × {of_value}")
+    origin = DERIVED if given is None else settings.provenance.of("rollout.kv_cache_bytes")
+    ledger.held("key-value cache", formula, source=origin)
+
+
+def _vllm_cache(settings: TrainSettings | EvalSettings, longest: int) -> str:
+    """How vLLM's cache follows, in words."""
+    if settings.rollout.kv_cache_bytes is not None:
+        return "rollout.kv_cache_bytes"
+    if not on_gpu(settings.device):
+        return _QUARTER
+    share = f"{settings.rollout.vllm.gpu_memory_utilization:g} of the GPU's memory, vLLM's weights included"
+    return f"sequences at once × {longest} tokens × cache per token; vLLM takes {share}"
+
+
+def _slot(longest: int, *, gpu: bool) -> int:
+    """Tokens of the embedded engine's cache for one sequence: whole pages and one, or on the processor a power of two."""
+    if gpu:
+        return (-(-longest // _PAGE) + 1) * _PAGE
+    slot = _SMALLEST_SLOT
+    while slot < longest:
+        slot *= 2
+    return slot
