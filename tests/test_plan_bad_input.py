@@ -342,7 +342,12 @@ def test_an_index_that_is_damaged(planned: Plan, content: str) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"null", b'"a"', b"\xff", b"[" * 20000, b'{"text_config": 3}', b'{"hidden_size": 1e999}', b"NaN"]
-    + [b'{"num_hidden_layers": 1e30}', b'{"rope_parameters": [1]}', b'{"text_config": {"vocab_size": "a"}}'],
+    + [
+        b'{"hidden_size": 2, "num_attention_heads": 4}',
+        b'{"num_hidden_layers": 1e30}',
+        b'{"rope_parameters": [1]}',
+        b'{"text_config": {"vocab_size": "a"}}',
+    ],
 )
 def test_a_config_that_is_damaged(planned: Plan, content: bytes) -> None:
     Path("m/config.json").write_bytes(content)

@@ -61,7 +61,7 @@ def require_config(config: Any, file: Path, where: str) -> Mapping[str, Any]:
     """
     if not isinstance(config, dict):
         raise UserError(f"{file} holds no object", where=where)
-    faults = list(_faults(config, ""))
+    faults = list(_faults(config, "")) or list(_narrow_heads(config.get("text_config", config)))
     if faults:
         others = "; ".join(faults[1:6])
         what = f"{file} cannot be a model's: {faults[0]}"
@@ -87,6 +87,13 @@ def _faults(group: Mapping[str, Any], prefix: str) -> Iterator[str]:
             yield f"{name} is {_shown(value)}, not a list"
         elif prefix.endswith(("rope_parameters.", "rope_scaling.")) and isinstance(value, dict):
             yield from _faults(value, f"{name}.")
+
+
+def _narrow_heads(config: Mapping[str, Any]) -> Iterator[str]:
+    """Heads that would have no width."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not config.get("head_dim") and isinstance(hidden, int) and isinstance(heads, int) and hidden < heads:
+        yield f"hidden_size {hidden} is too small for {heads} heads (num_attention_heads)"
 
 
 def _shown(value: Any) -> str:
