@@ -15,6 +15,7 @@ from meshloom.train.residency import ResidentModel
 from meshloom.train.tensor_parallel import cut_layers
 from meshloom.weights.engine_copy import EngineCopy
 from meshloom.weights.mesh_giver import MeshGiver
+from meshloom.weights.mesh_probe import MeshProbe
 from meshloom.weights.reshard import Resharder
 from tests.mesh_checks import CPU, UPDATES, Axes, Outcome, local_part, make_batch, mesh_of, model_on, weighted
 from tests.movement_checks import fault_of
@@ -68,6 +69,7 @@ def feed_engines(
         keep_buffers=False,
     )
     wrong: list[str] = []
+    probe: MeshProbe | None = None
     for step in range(2):
         if model is not None:
             model.forward_backward(local_part(make_batch(step), mesh), weighted, temperature=0.9)
@@ -77,7 +79,15 @@ def feed_engines(
             assert copy.num_bytes == 0
             copy.take_memory()
         resharder.move(step)
+        if probe is None:
+            probe = MeshProbe(model, None if copy is None else copy.module, None)
+        assert probe.prove() < 1e-5 or dtype is not torch.float32
         wrong += _unlike(model, copy, dtype)
+    if copy is not None and dist.get_rank() == engines[-1]:
+        with torch.no_grad():
+            copy.module.get_input_embeddings().weight.mul_(3)
+    said = fault_of(probe.prove)
+    assert f"the engine of rank {engines[-1]} and the trainer disagree about fixed tokens" in said, said
     return wrong
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from meshloom.train.mesh_model import MeshModel
 from meshloom.weights.engine_copy import EngineCopy
 from meshloom.weights.mesh_giver import MeshGiver
+from meshloom.weights.mesh_probe import MeshProbe
 from meshloom.weights.reshard import Resharded, Resharder
 
 
@@ -27,7 +28,7 @@ class WeightMover:
         device: of this rank.
         nodes: machine of each rank of the world.
 
-    ``last`` is the newest movement.
+    ``last`` is the newest movement, ``gap`` what the probe after it found.
     """
 
     def __init__(
@@ -40,11 +41,14 @@ class WeightMover:
         nodes: Sequence[int],
     ) -> None:
         self.last: Resharded | None = None
+        self.gap: float | None = None
         self._copy = copy
         members = sorted({*actor_ranks, *engine_ranks})
         group = None if len(members) == dist.get_world_size() else dist.new_group(members)
         self._resharder: Resharder | None = None
+        self._probe: MeshProbe | None = None
         if actor is not None or copy is not None:
+            self._probe = MeshProbe(actor, None if copy is None else copy.module, group)
             self._resharder = Resharder(
                 None if actor is None else MeshGiver(actor),
                 None if copy is None else copy.taker,
@@ -56,15 +60,16 @@ class WeightMover:
             )
 
     def move(self, version: int) -> None:
-        """Give or take every tensor once; due on all ranks of actor and engines at once.
+        """Give or take every tensor once, and prove it; due on all ranks of actor and engines at once.
 
         Raises:
-            RunFault: on all of them, if a tensor did not arrive; it is named.
+            RunFault: on all of them, if a tensor did not arrive, which is named, or an engine uses it otherwise.
         """
-        if self._resharder is None:
+        if self._resharder is None or self._probe is None:
             return
         if self._copy is not None:
             self._copy.take_memory()
         self.last = self._resharder.move(version)
         if self._copy is not None:
             self._copy.is_filled = True
+        self.gap = self._probe.prove()

@@ -15,6 +15,11 @@ DEFAULT_GAPS = {torch.float32: 0.02}
 _ROUNDED_GAP = 0.25
 
 
+def gap_allowed(dtype: torch.dtype) -> float:
+    """Most that fixed tokens may differ where both sides compute in a dtype."""
+    return DEFAULT_GAPS.get(dtype, _ROUNDED_GAP)
+
+
 class TrainerFeed:
     """The feed from a trained model.
 
@@ -29,7 +34,7 @@ class TrainerFeed:
         self.movement = Movement(WeightsSource(model))
         self.gap: float | None = None
         self._model = model
-        self._max_gap = max_gap or DEFAULT_GAPS.get(model.head.weight.dtype, _ROUNDED_GAP)
+        self._max_gap = max_gap or gap_allowed(model.head.weight.dtype)
         self._ids = probe_ids(len(model.head.weight))
 
     def move(self, receiver: Receiver) -> Moved:
