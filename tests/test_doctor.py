@@ -169,10 +169,14 @@ def test_the_table_of_links_is_read_and_other_text_is_not() -> None:
 def test_packages_that_settings_ask_for_are_required(capsys: pytest.CaptureFixture[str]) -> None:
     loggers = [name for name in ("wandb", "mlflow", "swanlab") if version_of(name) is None]
     _, found = doctor(
-        capsys, f"logging.loggers=[{','.join(loggers)}]", "model.attention=flash_attn", "rollout.engine=vllm"
+        capsys,
+        f"logging.loggers=[{','.join(loggers)}]",
+        "model.attention=flash_attn",
+        "rollout.engine=vllm",
+        "fabric=ray",
     )
     missing = {finding["what"].split()[0] for finding in found.get("N003", [])}
-    expected = {*loggers, *(name for name in ("flash-attn", "vllm") if version_of(name) is None)}
+    expected = {*loggers, *(name for name in ("flash-attn", "vllm", "ray") if version_of(name) is None)}
     assert missing == expected and expected
     assert all("pip install" in finding["fix"] for finding in found["N003"])
     assert "N003" not in doctor(capsys)[1]
@@ -215,6 +219,7 @@ def test_a_slurm_allocation_is_held_against_the_run(capsys: pytest.CaptureFixtur
 def test_several_nodes_need_someone_to_name_them(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = doctor(capsys, "cluster.nodes=2", "cluster.devices_per_node=1")
     assert found["N056"][0]["level"] == "required"
+    assert "N056" not in doctor(capsys, "cluster.nodes=2", "cluster.devices_per_node=1", "fabric=ray")[1]
     named = ("cluster.node_names=[no-such-host-1,no-such-host-2]", "cluster.nodes=2", "cluster.devices_per_node=1")
     _, found = doctor(capsys, *named)
     assert "N056" not in found and "no-such-host-[1-2]" in found["N054"][0]["what"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshloom.config.cluster_settings import Fabric
 from meshloom.config.problems import Problem
 from meshloom.config.settings import EvalSettings, SftSettings, SourceSettings, TrainSettings
 from meshloom.plan.build import Plan, build_plan
@@ -40,6 +41,7 @@ class Needs:
         run_dir: folder of the run.
         offload_dir: folder of what is on the disk; none if nothing is.
         node_names: of its machines, where they are given.
+        asks_ray: whether a Ray cluster knows the nodes.
         problems: of its plan.
     """
 
@@ -58,6 +60,7 @@ class Needs:
     run_dir: Path | None = None
     offload_dir: Path | None = None
     node_names: tuple[str, ...] = ()
+    asks_ray: bool = False
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -98,6 +101,7 @@ def needs_of(settings: RunKind, device_memory: int | None) -> Needs:
         run_dir=Path(settings.run_dir),
         offload_dir=Path(offload_dir or f"{settings.run_dir}/offload") if disk else None,
         node_names=() if topology is None else topology.names,
+        asks_ray=isinstance(given, TrainSettings) and given.fabric is Fabric.RAY,
         problems=plan.problems,
     )
 
@@ -131,6 +135,8 @@ def _packages(settings: RunKind) -> Iterator[tuple[str, str]]:
             yield "datasets", f"{path}.dataset"
         if source is not None and source.reasoning_gym:
             yield "reasoning-gym", f"{path}.reasoning_gym"
+    if isinstance(settings, TrainSettings) and settings.fabric is Fabric.RAY:
+        yield "ray", "fabric"
     if settings.model.attention == "flash_attn":
         yield "flash-attn", "model.attention"
     if settings.model.compile is not False and on_gpu(settings.device):

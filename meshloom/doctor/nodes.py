@@ -36,12 +36,14 @@ def examine_nodes(report: Report, environment: LaunchEnvironment, needs: Needs, 
     for name, file in files.items():
         sources.append(f"{name} {file}")
         names = _host_file(report, name, file, needs, required=file == host_file) or names
+    if needs.asks_ray:
+        sources.append("a Ray cluster (fabric=ray)")
     report.fact("nodes", "launched by", ", ".join(sources) or "nothing that says so: this machine alone")
     for name, value in environment.libraries.items():
         report.fact("nodes", name, value)
     if needs.nodes > 1 and not sources and len(set(needs.node_names)) < 2:
         what = f"the run takes {needs.nodes} nodes, and nothing says which they are"
-        fix = "cluster.node_names, a SLURM allocation, torchrun, or --hostfile"
+        fix = "a SLURM allocation, torchrun, --hostfile for `meshloom launch`, fabric=ray, or cluster.node_names"
         report.require("N056", what, where="cluster.nodes", fix=fix)
     _names(report, names or needs.node_names, needs)
     _ports(report, environment.torchrun)

@@ -21,7 +21,7 @@ _OPTIONAL = {
     ),
     "triton": (("triton",), "pip install triton; PyTorch's builds for GPUs bring it"),
     "liger-kernel": (("liger-kernel",), "pip install liger-kernel"),
-    "ray": (("ray",), "pip install ray"),
+    "ray": (("ray",), 'pip install "meshloom[ray]"'),
     "sglang": (("sglang",), "pip install sglang"),
     "datasets": (("datasets",), 'pip install "meshloom[datasets]"'),
     "wandb": (("wandb",), 'pip install "meshloom[wandb]"; or leave it out of logging.loggers'),
