@@ -240,6 +240,20 @@ def test_a_rank_held_by_a_signal_is_named(tmp_path: Path) -> None:
     assert raised.value.cause is Cause.STOPPED and "fabric_hosts.py" in raised.value.look.stack[0]
 
 
+def test_a_held_attendant_is_a_lost_node(tmp_path: Path) -> None:
+    with workers_of(tmp_path, collectives=False, patience=Patience(lost_s=2.0)) as workers:
+        pids = pids_of(workers)
+        call = workers.submit("sleep", phase="generate", deadline_s=600)
+        (attendant,) = psutil.Process().children()
+        began = time.monotonic()
+        attendant.suspend()
+        with pytest.raises(WorkerFault, match="rank 0 .* was lost with its node"):
+            call.result()
+        assert time.monotonic() - began < ENDS_S
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+    assert alive == []
+
+
 CONTROLLER = """
 import sys, time
 from pathlib import Path

@@ -40,12 +40,17 @@ class LocalSite(Site):
         self._process.stdin.close()
 
     def _seated(self, attendants: Sequence[Peer]) -> tuple[Node, ...] | None:
-        return (Node(self._node, attendants[0], self._own_seats),) if attendants else None
+        return (Node(self._node, attendants[0], self._own_seats, is_here=True),) if attendants else None
 
     def _check(self) -> None:
         assert self._process is not None
         if (status := self._process.poll()) is not None:
             raise RunFault("the process that minds the workers did not start", why=f"it {ending_text(status)}")
+
+    def abandon(self, node: Node) -> None:
+        if self._process is not None:
+            self._process.kill()  # the system ends its workers with it
+        super().abandon(node)
 
     def _closed(self) -> None:
         if self._process is not None:

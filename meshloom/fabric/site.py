@@ -60,6 +60,8 @@ class Node:
     attendant: Peer
     seats: tuple[Seat, ...]
     stopped: frozenset[int] = field(default=frozenset())
+    is_here: bool = False
+    """On the controller's machine, started by it."""
 
     @property
     def host(self) -> str:
@@ -180,6 +182,10 @@ class Site(ABC):
             seats = [asdict(seat) for seat in node.seats]
             places = {"logs": str(logs.absolute()), "one_node": one_node, "local_size": local_size, "modules": modules}
             node.attendant.send({"kind": "launch", "seats": seats, **places})
+
+    def abandon(self, node: Node) -> None:
+        """Give up a node that does not answer. Should it live, its attendant and workers end as they lose the connection."""
+        node.attendant.channel.close()
 
     def finish(self, code: int, text: str = "") -> None:
         """Let every attendant exit with a code, and print a text; a second call does nothing."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from meshloom.config.errors import UserError
 from meshloom.fabric.channel import ChannelClosed
 from meshloom.fabric.faults import Cause, Evidence, Look, WorkerFault, first_cause
+from meshloom.fabric.processes import is_stopped
 from meshloom.fabric.site import Node, Peer, Site
 from meshloom.fabric.stacks import waits_in
 
@@ -157,7 +158,7 @@ class Watch:
         if any(one.cause in (Cause.NODE_LOST, Cause.STOPPED, Cause.SILENT) for one in self._evidence):
             return
         for node in self._site.nodes:
-            if self._silent_s(node.attendant, now) > patience.lost_s:
+            if self._silent_s(node.attendant, now) > patience.lost_s and not _only_slow(node):
                 text = f"was lost with its node: nothing has come from there for {patience.lost_s:g} s"
                 self.node_lost(node.attendant, text)
                 continue
@@ -236,8 +237,15 @@ class Watch:
     def _end_all(self) -> None:
         """End the workers of every node that can be reached, and wait until they are gone."""
         grace_s = self._workers.patience.grace_s
+        lost = {self._node_of(one.rank).attendant for one in self._evidence if one.cause is Cause.NODE_LOST}
         reached = []
         for node in self._site.nodes:
+            if node.attendant in lost:
+                self._site.abandon(node)
+                for seat in node.seats:
+                    if (peer := self._workers.peers.get(seat.rank)) is not None:
+                        peer.channel.close()
+                continue
             try:
                 node.attendant.send({"kind": "stop", "grace_s": grace_s})
                 reached.append(node.attendant)
@@ -268,3 +276,8 @@ class Watch:
             look=looks.get(cause.rank),
             others=tuple(others),
         )
+
+
+def _only_slow(node: Node) -> bool:
+    """Whether an attendant that is not heard is known to run: this machine may have too much to do."""
+    return node.is_here and not is_stopped(int(node.attendant.hello["pid"]))
