@@ -16,6 +16,9 @@ from meshloom.fabric.launch import PlannedNode, open_site
 from meshloom.fabric.ray_site import RaySite
 from meshloom.fabric.watch import Patience
 from meshloom.fabric.workers import Workers
+from meshloom.loop.train import run_training
+from tests.lesson_runs import train_settings, write_inputs
+from tests.test_fabric_runs import samples
 
 HOST = "tests.fabric_hosts:Host"
 TWO = [PlannedNode("node1", ("cpu", "cpu")), PlannedNode("node2", ("cpu",))]
@@ -59,6 +62,15 @@ def test_a_killed_worker_or_actor_is_named(cluster: Any, tmp_path: Path, victim:
             call.result()
     assert raised.value.cause is (Cause.DIED if victim == "worker" else Cause.NODE_LOST)
     assert not any(map(psutil.pid_exists, pids.values()))
+
+
+def test_a_whole_run_on_ray_sees_the_samples_of_one_device(cluster: Any, tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path)
+    brief = ("batch.steps=2", "checkpoint.every_steps=0", "validation.every_steps=0")
+    assert run_training(train_settings(inputs, tmp_path / "alone", *brief), resume=False) == 0
+    on_ray = ("fabric=ray", f"cluster.ray_address={cluster.address}", "cluster.nodes=2", "cluster.devices_per_node=1")
+    assert run_training(train_settings(inputs, tmp_path / "ray", *brief, *on_ray), resume=False) == 0
+    assert samples(tmp_path / "ray") == samples(tmp_path / "alone")
 
 
 def test_what_the_cluster_has_no_room_for_is_told(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
