@@ -8,6 +8,7 @@ error.
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -126,6 +127,9 @@ def _rehearse(root: Root, mesh: TrainMesh, compute: torch.dtype) -> None:
         width = decoder.config.get_text_config().hidden_size
         given = {"inputs_embeds": torch.zeros(1, 4, width, dtype=compute, device=mesh.device)}
     inputs = {**given, "position_ids": ids, "layout": PackedAttention([tokens]), "use_cache": False}
+    if mesh.groups.pp is not None:
+        # All ranks of a group must meet once before two of them exchange anything alone.
+        dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.groups.pp)
     if mesh.size("pp") > 1 or mesh.size("tp") > 1:
         root(lambda: decoder(**inputs).last_hidden_state)
         release(root)

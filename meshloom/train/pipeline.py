@@ -194,5 +194,5 @@ def _backward(work: Pass, grad_cD: Tensor | None) -> Tensor | None:
         work.out.backward()
     else:
         torch.autograd.backward(work.out, grad_cD)
-    work.out = None
-    return None if work.given_cD is None else work.given_cD.grad
+    given_cD, work.out, work.given_cD = work.given_cD, None, None
+    return None if given_cD is None else given_cD.grad
