@@ -14,6 +14,7 @@ from meshloom.cli import main
 from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.settings import TrainSettings
+from meshloom.loop.train import run_training
 from meshloom.plan import Plan, build_plan
 from meshloom.plan.auto import arranged, choose
 from meshloom.plan.candidates import Candidates, Given
@@ -26,9 +27,11 @@ from meshloom.plan.meshes import Divisible
 from meshloom.plan.parameters import count_parameters
 from meshloom.plan.placement import Role
 from meshloom.plan.ranking import Ranking
+from meshloom.plan.search import search
 from meshloom.plan.topology import Topology
 from meshloom.plan.weigh import Scales
 from meshloom.plan.weighed import Lack, Weighed
+from tests.lesson_runs import train_settings, write_inputs
 from tests.test_plan_outlook import DATA, PUBLIC, public
 
 VLLM = "rollout.engine=vllm"
@@ -207,8 +210,8 @@ def test_nothing_that_can_be_arranged_by_trying_everything_is_faster(name: str, 
             best, tried = min(best, weighed.step_s), tried + 1
             require_no_better_budget(case, weighed)
     assert tried > 10
-    found = choose(replace_auto(case.settings), None) if Path("m").exists() else None
-    assert found is None or found.ranked[0].step_s == pytest.approx(best)
+    found = search(candidates.families(), scales)
+    assert found.complete and found.best[0].step_s == best
 
 
 def require_no_better_budget(case: Case, weighed: Weighed) -> None:
@@ -220,10 +223,6 @@ def require_no_better_budget(case: Case, weighed: Weighed) -> None:
             stages = weighed.arrangement.placed[Role.ACTOR].cut.pipeline > 1
             slack = 1e-2 if stages else 1e-9
             assert weighed.step_s <= look.forecast.step_s * (1 + slack), (weighed.arrangement.words(), change)
-
-
-def replace_auto(settings: TrainSettings) -> TrainSettings:
-    return settings.model_copy(update={"placement": settings.placement.model_copy(update={"auto": True})})
 
 
 def test_what_is_given_is_kept(tmp_path: Path) -> None:
@@ -321,3 +320,27 @@ def test_eight_devices_and_four_thousand_are_searched_in_seconds(tmp_path: Path)
         ranking = auto(path, "cluster.devices_per_node=8", "cluster.device=h100", VLLM, "algorithm.kl=loss", *given)
         assert time.process_time() - started < most_s
     require_accepted(ranking)
+
+
+def test_a_run_trains_with_the_placement_that_it_chose(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path)
+    settings = train_settings(
+        inputs,
+        tmp_path / "run",
+        "placement=auto",
+        "batch.steps=1",
+        "data.validation=null",
+        "checkpoint.asynchronous=false",
+    )
+    assert run_training(settings, resume=False) == 0
+    saved = load_settings(TrainSettings, tmp_path / "run" / "settings.yaml")
+    assert not saved.placement.auto and saved.batch == settings.batch
+    more = train_settings(
+        inputs,
+        tmp_path / "run",
+        "placement=auto",
+        "batch.steps=2",
+        "data.validation=null",
+        "checkpoint.asynchronous=false",
+    )
+    assert run_training(more, resume=True) == 0
