@@ -37,6 +37,23 @@ def test_fewer_heads_of_keys_than_ranks_and_a_vocabulary_that_stays_whole(four_r
     assert_same(found[:1], in_one_process(folder), places=1)
 
 
+def test_copies_stay_equal_bit_by_bit(four_ranks: Ranks, folders: Path) -> None:
+    """Norms, which every rank of a mesh has, and each shard, which every replica has."""
+    folder = folder_of(folders, "qwen3")
+    found = four_ranks.run(_held_after_updates, PAIRS, folder)
+    norms = [name for name in found[0] if "norm" in name]
+    assert len(norms) == 9 and all(found[0][name] == found[1][name] for name in norms)
+    found = four_ranks.run(_held_after_updates, [((("replicate", 2), ("fsdp", 2)), [0, 1, 2, 3])], folder)
+    assert found[0] == found[2] and found[1] == found[3] and found[0] != found[1]
+
+
+def _held_after_updates(meshes: list[tuple[Axes, list[int]]], folder: str) -> dict[str, list[float]]:
+    mesh = mesh_checks.mesh_of(meshes)
+    model = mesh_checks.model_on(mesh, folder)
+    mesh_checks.updates(model, [mesh_checks.local_part(mesh_checks.make_batch(step), mesh) for step in range(2)])
+    return {name: tensor.to_local().flatten().tolist() for name, tensor in model.weights()}
+
+
 def test_a_plan_that_attaches_to_no_layer_is_refused(four_ranks: Ranks, folders: Path) -> None:
     """A cut that does nothing would compute the same everywhere, and say nothing."""
     folder = folder_of(folders, "llama")
