@@ -63,3 +63,17 @@ def test_curves_of_learning_are_written(run, tmp_path: Path) -> None:
     (curves,) = json.loads(result.read_text())
     assert [step for step, _ in curves["accuracy"]] == [0, 2] and [step for step, _ in curves["reward"]] == [1, 2]
     assert "TRL: not measured" in out and last_line(out).startswith("ratio (sum): nan")
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_parts_that_leave_the_device_are_measured(run, place: str) -> None:
+    out = run("gpu_offload", "--place", place)
+    assert re.search(r"│ optimizer +│ 0\.00 GB +│ \d+\.\d GB/s +│ \d+\.\d GB/s", out)
+    assert last_line(out).startswith(f"ratio (tiny, {place}): ")
+
+
+@pytest.mark.slow
+def test_movements_between_ranks_are_measured(run) -> None:
+    out = run("gpu_reshard")
+    assert all(name in out for name in ("fsdp 2 → dp 2", "fsdp 2 → tp 2", "fsdp 1 → dp 1, split"))
+    assert last_line(out).startswith("ratio (tiny): ")

@@ -100,6 +100,10 @@ class ResidentModel:
         self._gradients_are_away = self._gradients_are_away and part is not Part.OPTIMIZER
         self.at[part] = Residency.DEVICE
 
+    def held_bytes(self, part: Part) -> int:
+        """That a part has on the device now."""
+        return sum(storage.nbytes() for group in self._groups(part) for storage in group)
+
     def wait(self, part: Part) -> None:
         """Let everything that is computed from now on see a part that was fetched."""
         if (arriving := self._arriving.pop(part, None)) is not None:
