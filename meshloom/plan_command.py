@@ -16,6 +16,7 @@ from meshloom.given import KINDS, load_given, settings_arguments, split_given, v
 
 if TYPE_CHECKING:
     from meshloom.config.verl import Translation
+    from meshloom.plan import Plan
     from meshloom.plan.ranking import Ranking
 
 DONE, BAD_INPUT = 0, 2
@@ -81,6 +82,24 @@ def _search(args: argparse.Namespace, settings: TrainSettings) -> "Ranking":
     return ranking
 
 
+def _planned(
+    args: argparse.Namespace, settings: TrainSettings | SftSettings | EvalSettings
+) -> "tuple[TrainSettings | SftSettings | EvalSettings, Plan, Ranking | None]":
+    """The settings, as a search has chosen them if there was one, their plan, and the search's ranking."""
+    from meshloom.plan import build_plan
+    from meshloom.plan.count import count_prompts
+
+    ranking: Ranking | None = None
+    if isinstance(settings, TrainSettings) and _searches(args, settings):
+        ranking = _search(args, settings)
+        settings = ranking.chosen or settings
+    plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
+    if ranking is not None:
+        problems, warnings = (*ranking.problems, *plan.problems), (*ranking.warnings, *plan.warnings)
+        plan = dataclasses.replace(plan, problems=problems, warnings=warnings)
+    return settings, plan, ranking
+
+
 def _show_plan(
     args: argparse.Namespace,
     settings: TrainSettings | SftSettings | EvalSettings,
@@ -93,20 +112,11 @@ def _show_plan(
     from rich.text import Text
 
     from meshloom.config.load import explain, flatten
-    from meshloom.plan import build_plan
-    from meshloom.plan.count import count_prompts
     from meshloom.plan.hardware_options import notes_on_hardware
     from meshloom.plan.report import as_text, plan_json, print_explained, print_plan
     from meshloom.plan.worked import worked
 
-    ranking: Ranking | None = None
-    if isinstance(settings, TrainSettings) and _searches(args, settings):
-        ranking = _search(args, settings)
-        settings = ranking.chosen or settings
-    plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
-    if ranking is not None:
-        problems, warnings = (*ranking.problems, *plan.problems), (*ranking.warnings, *plan.warnings)
-        plan = dataclasses.replace(plan, problems=problems, warnings=warnings)
+    settings, plan, ranking = _planned(args, settings)
     if translation is not None:
         from meshloom.from_verl import judged, print_translation
 

@@ -4,8 +4,8 @@ Owns: seconds and room of an arrangement, bounds on its seconds that cost little
 which arrangements there are. Always holds: what is said of a budget is what the plan forecasts of those settings; a bound is
 never above what is forecast.
 
-A microbatch is as large as it fits, since larger ones never take longer; but where there are pipeline stages, which stand empty
-the longer the fewer microbatches there are: there smaller ones are tried too.
+A microbatch is as large as it fits, since larger ones never take longer; but pipeline stages stand empty the longer the fewer
+microbatches there are: there smaller ones are tried too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,8 +140,7 @@ class Scales:
 
     def _options(self, arrangement: Arrangement) -> tuple[Option, ...] | Lack:
         """What may be recomputed and moved away; or what the models lack at their most frugal."""
-        key = self._training_key(arrangement)
-        if key not in self._trained:
+        if (key := self._training_key(arrangement)) not in self._trained:
             self._trained[key] = self._least(arrangement) or tuple(self._all_options(arrangement))
         return self._trained[key]
 
