@@ -13,9 +13,13 @@ import pytest
 from meshloom.cli import main
 from meshloom.config.cluster_settings import Fabric
 from meshloom.config.errors import UserError
+from meshloom.config.load import load_settings
+from meshloom.config.settings import TrainSettings
+from meshloom.fabric.cluster import with_launched_cluster
 from meshloom.fabric.hostfile import Host, launch_on_hosts, own_address, read_hosts
 from meshloom.fabric.joined import match_nodes
-from meshloom.fabric.launch import PlannedNode, open_site
+from meshloom.fabric.launch import Launched, PlannedNode, launched, open_site
+from meshloom.fabric.processes import interface_of
 from meshloom.fabric.slurm import hosts_of
 from meshloom.fabric.slurm import task_of as slurm_task
 from meshloom.fabric.torchrun import task_of as torchrun_task
@@ -241,6 +245,40 @@ def test_variables_of_launchers_are_read() -> None:
     assert hosts_of("gpu[01-02,7],login,a[1-2]b") == ["gpu01", "gpu02", "gpu7", "login", "a1b", "a2b"]
     with pytest.raises(UserError, match="cannot be read"):
         hosts_of("gpu[01")
+
+
+def test_what_a_launcher_has_started_is_the_cluster_unless_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket = Launched("torchrun", os.open(os.devnull, os.O_WRONLY), 8, (4, 4))
+    monkeypatch.setenv("MESHLOOM_CONTROLLER", ticket.text())
+    launched.cache_clear()
+    try:
+        assert with_launched_cluster(train_settings()).cluster.model_dump(include={"nodes", "devices_per_node"}) == {
+            "nodes": 2,
+            "devices_per_node": 4,
+        }
+        assert "MESHLOOM_CONTROLLER" not in os.environ
+        given = with_launched_cluster(train_settings("cluster.nodes=1", "cluster.devices_per_node=8"))
+        assert (given.cluster.nodes, given.cluster.devices_per_node) == (1, 8)
+        mapped = with_launched_cluster(train_settings("placement.map=map.yaml"))
+        assert (mapped.cluster.nodes, mapped.cluster.devices_per_node) == (1, 4)
+        assert mapped.provenance.of("cluster.devices_per_node") == "torchrun"
+    finally:
+        launched.cache_clear()
+        os.close(ticket.descriptor)
+    assert with_launched_cluster(train_settings()).cluster.devices_per_node is None
+
+
+def train_settings(*overrides: str) -> TrainSettings:
+    given = ["run_dir=r", "model.path=m", "data.train.files=[d.jsonl]", *overrides]
+    return load_settings(TrainSettings, None, given)
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == "" and interface_of("203.0.113.9") == ""
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family is socket.AF_INET and not one.address.startswith("127."):
+                assert interface_of(one.address) == name
 
 
 def test_the_launch_command_hands_on_what_train_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

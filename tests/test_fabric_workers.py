@@ -244,7 +244,7 @@ def test_a_held_attendant_is_a_lost_node(tmp_path: Path) -> None:
     with workers_of(tmp_path, collectives=False, patience=Patience(lost_s=2.0)) as workers:
         pids = pids_of(workers)
         call = workers.submit("sleep", phase="generate", deadline_s=600)
-        (attendant,) = psutil.Process().children()
+        attendant = psutil.Process(pids[0]).parents()[1]
         began = time.monotonic()
         attendant.suspend()
         with pytest.raises(WorkerFault, match="rank 0 .* was lost with its node"):

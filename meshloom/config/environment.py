@@ -63,6 +63,12 @@ def offload_folder() -> str | None:
     return os.environ.get("VERL_OFFLOAD_DIR") or None
 
 
+def prepare_gloo(interface: str) -> None:
+    """Let gloo use a network interface, unless the user has named one. It would take the one that this machine's name leads to,
+    which often is the loopback."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
 def worker_environment(*, threads: int | None, one_node: bool) -> dict[str, str]:
     """The environment of a worker process: this one's, and what must stand before the worker imports torch.
 

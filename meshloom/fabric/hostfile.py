@@ -171,7 +171,7 @@ def _wait(controller: ControllerProcess, links: Sequence[Link], say: Callable[[s
         ended = [(host, status) for host, process in links if (status := process.poll()) is not None]
         if ended and alone_since is None:
             alone_since = time.monotonic()
-            for host, status in ended:
+            for host, status in ((host, status) for host, status in ended if status):
                 say(f"{host.name}: ssh {ending_text(status)}")
         if alone_since is not None and time.monotonic() > alone_since + _ALONE_S:
             controller.end()

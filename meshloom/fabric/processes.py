@@ -51,6 +51,18 @@ def ending_text(status: int) -> str:
     return f"ended with exit code {status}"
 
 
+def interface_of(address: str) -> str:
+    """The network interface that has an address; empty if none has, or if it is the loopback's."""
+    if address.startswith("127.") or address == "::1":
+        return ""
+    found = (
+        name
+        for name, held in psutil.net_if_addrs().items()
+        if any(one.address.partition("%")[0] == address for one in held)
+    )
+    return next(found, "")
+
+
 def memory_kills() -> int:
     """Processes of this container that the system has killed for want of memory; 0 if it does not say."""
     with suppress(OSError, ValueError, IndexError):

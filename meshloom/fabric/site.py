@@ -227,7 +227,7 @@ class Site(ABC):
                 self._greeted.notify_all()
         elif self._listener is not None:
             self._listener.heard(peer, hello, [])
-        reason = ""
+        reason = "what it sent was not understood"
         try:
             while True:
                 message, blobs = channel.receive()
@@ -240,8 +240,9 @@ class Site(ABC):
             reason = str(error)
         finally:
             peer.lost = True
-        if self._listener is not None and not self._ended:
-            self._listener.lost(peer, reason)
+            channel.close()
+            if self._listener is not None and not self._ended:
+                self._listener.lost(peer, reason)
 
     def _terminated(self) -> None:
         """A scheduler wants the run to end: once, however many of its processes it has told."""

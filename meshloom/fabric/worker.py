@@ -21,10 +21,11 @@ import traceback
 from datetime import timedelta
 from typing import Any
 
+from meshloom.config.environment import prepare_gloo
 from meshloom.config.errors import UserError
 from meshloom.fabric.channel import Channel, ChannelClosed, connect
 from meshloom.fabric.faults import error_fields
-from meshloom.fabric.processes import die_with_parent
+from meshloom.fabric.processes import die_with_parent, interface_of
 from meshloom.fabric.seats import Seat
 from meshloom.fabric.stacks import answer_on_signal
 from meshloom.fabric.verbs import telling, verbs_of
@@ -96,23 +97,30 @@ class _Worker:
     def _begin(self, message: dict[str, Any], blobs: list[bytearray]) -> None:
         settings = decode(message["settings"], blobs)
         if (deadline_s := message["collective_deadline_s"]) is not None:
-            self._join(timedelta(seconds=deadline_s))
+            self._join(timedelta(seconds=deadline_s), message["address"])
         module, _, name = message["host"].partition(":")
         kind = getattr(importlib.import_module(module), name)
         self._host = kind(self._seat, **settings)
         self._channel.send({"kind": "ready", "call": message["call"]})
 
-    def _join(self, deadline: timedelta) -> None:
-        """Set up torch.distributed. Rank 0 holds the store, on a port that the system gives it."""
+    def _join(self, deadline: timedelta, address: str) -> None:
+        """Set up torch.distributed. Rank 0 holds the store, on a port that the system gives it.
+
+        Args:
+            deadline: of a collective operation.
+            address: of the controller's machine, as others reach it; empty where there are no others.
+        """
         import torch
         from torch.distributed import TCPStore, init_process_group
 
         seat, channel = self._seat, self._channel
+        here = channel.own_host == channel.peer_host
+        if interface := interface_of(address if here else channel.own_host):
+            prepare_gloo(interface)
         if seat.rank == 0:
             store = TCPStore("127.0.0.1", 0, seat.world_size, is_master=True, timeout=deadline, wait_for_workers=False)
             # On the controller's machine it may be connected by the loopback, which other machines would take for their own.
-            here = "" if channel.own_host == channel.peer_host else channel.own_host
-            channel.send({"kind": "store", "host": here, "port": store.port})
+            channel.send({"kind": "store", "host": "" if here else channel.own_host, "port": store.port})
         else:
             place, _ = self._inbox.get()
             host, port = place["host"] or channel.peer_host, place["port"]

@@ -95,7 +95,9 @@ class Workers:
                 self._notice(Cause.LATE, missing[0], f"did not start within {call.deadline_s:g} s")
                 call.result()
         deadline_s = self.patience.collective_s if self._collectives else None
+        reached_at = {peer.channel.own_host for peer in self.peers.values()} - {"127.0.0.1"}
         message = {"kind": "begin", "host": self._host, "collective_deadline_s": deadline_s}
+        message["address"] = min(reached_at, default="")
         self._send(call, message, "settings", written)
         call.result()
 
