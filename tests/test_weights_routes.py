@@ -5,9 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshloom.config.errors import RunFault
-from meshloom.weights.layouts import Axis, Box, Grid, boxes
+from meshloom.weights.layouts import Axis, Box, Grid, box_at, boxes, cuts_of
 from meshloom.weights.routes import Schedule, TensorLayout, make_schedule
 
 SHAPES = [(7, 5), (16, 6), (1, 9), (3,), (50, 4), (), (5, 2, 3)]
@@ -182,3 +184,18 @@ def test_what_nobody_has_is_named() -> None:
     )
     with pytest.raises(RunFault, match=r"(?s)no rank has \[3:4\] of model\.norm\.weight.*rank 2 needs it"):
         make_schedule([layout], bucket_bytes=100)
+
+
+def test_placements_say_in_which_order_a_tensor_is_cut() -> None:
+    """Tensor parallelism first where FSDP cuts what it left, though its axis is the last; unfinished sums are refused."""
+    sizes = (2, 3, 2)
+    assert cuts_of([Replicate(), Shard(0), Shard(1)], sizes) == (Axis(1, 0), Axis(2, 1))
+    assert cuts_of([Shard(0), Shard(0), Replicate()], sizes) == (Axis(0, 0), Axis(1, 0))
+    assert cuts_of([Replicate(), _StridedShard(0, split_factor=2), Shard(0)], sizes) == (Axis(2, 0), Axis(1, 0))
+    inner = [_StridedShard(0, split_factor=6), _StridedShard(0, split_factor=2), Shard(0)]
+    assert cuts_of(inner, sizes) == (Axis(2, 0), Axis(1, 0), Axis(0, 0))
+    with pytest.raises(ValueError, match="strided by 3 after 2 parts"):
+        cuts_of([Replicate(), _StridedShard(0, split_factor=3), Shard(0)], sizes)
+    with pytest.raises(ValueError, match="no part of a tensor"):
+        cuts_of([Partial(), Replicate(), Replicate()], sizes)
+    assert box_at((10, 4), sizes, (1, 1, 1), (Axis(2, 0), Axis(1, 0))) == Box((7, 0), (9, 4))
