@@ -35,7 +35,7 @@ from meshloom.loop.model_role import RemoteModel, RemoteReference, Sharing
 from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteStage
 from meshloom.loop.replicas import RemoteEngine
 from meshloom.loop.rl import Roles, standing
-from meshloom.loop.session import Cut, read_cut
+from meshloom.loop.session import Cut, Session, read_cut
 from meshloom.loop.worker_host import WorkerHost, ranks_of
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import LOGS_FOLDER, SETTINGS_FILE, check_free
@@ -101,6 +101,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
         session = resources.enter_context(
             open_run(settings, plan, checkpoint_bytes, told[0].described, resume=resume, cut=cut)
         )
+        resources.enter_context(_stopping_at_once(workers, session))
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
         session.measure_memory = RankMemory(workers, roles.free_between_steps, engine.memory).metrics
@@ -188,6 +189,18 @@ def _background(settings: TrainSettings) -> Iterator[ThreadPoolExecutor]:
         yield threads
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _stopping_at_once(workers: Workers, session: Session) -> Iterator[None]:
+    """Who asks twice waits neither for what workers do nor for a checkpoint that they have yet to write."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        workers.close(at_once=True)
+        with suppress(RuntimeError, UserError):  # what is not whole is taken away
+            session.store.wait()
+        raise
 
 
 class _Ranks:
