@@ -440,8 +440,8 @@ def test_layers_are_recomputed_only_where_the_ledger_asks_for_it(tmp_path: Path)
         assert found.warnings == ()
     forced = plan(folder, TrainSettings, *given, f"device_memory_bytes={peak}", "model.gradient_checkpointing=false")
     assert (forced.recompute, forced.value("recomputed")) == (False, "no")
-    (warning,) = plan(folder, TrainSettings, *given, f"device_memory_bytes={2**34}").warnings
-    assert (warning.code, "the GPU has 16.0 GiB" in warning.what) == ("M005", True)
+    (problem,) = plan(folder, TrainSettings, *given, f"device_memory_bytes={2**34}").problems
+    assert (problem.code, "on a device of 16.0 GiB" in problem.what) == ("M007", True)
 
 
 def test_what_a_run_is_told_of_its_gpu_counts_like_the_setting(tmp_path: Path) -> None:

@@ -4,10 +4,17 @@ Owns: ranges and how text becomes a value. Refuses to know: which settings there
 error, and a value never changes after it is read.
 """
 
+import ast
+import inspect
 import os
+import sys
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, PrivateAttr
+from pydantic_core import CoreSchema
 
 from meshloom.config.provenance import Provenance
 
@@ -47,12 +54,48 @@ Places = Annotated[
 """Names of files; one alone may stand without a list."""
 
 
-class Settings(BaseModel):
-    """Base of every group of settings: frozen, and an unknown key is an error."""
+@cache
+def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Docstrings of fields by their class and name, of the classes of a module of settings."""
+    if not module.startswith("meshloom."):
+        return {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {
+        node.name: {
+            field.target.id: inspect.cleandoc(text.value.value)
+            for field, text in pairwise(node.body)
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+            and isinstance(text.value.value, str)
+        }
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+class Settings(BaseModel):
+    """Base of every group of settings: frozen, and an unknown key is an error.
+
+    What checks values is built when the first are read, and docstrings of fields are looked up when a schema is made, so that
+    an import costs neither.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema of a group, its fields described by their docstrings."""
+        found = handler(schema)
+        fields = handler.resolve_ref_schema(found).get("properties", {})
+        for group in cls.__mro__:
+            for name, text in _docstrings(group.__module__).get(group.__name__, {}).items():
+                if name in fields:
+                    fields[name].setdefault("description", text)
+        return found
 
     @property
     def provenance(self) -> Provenance:

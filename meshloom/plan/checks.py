@@ -227,7 +227,8 @@ def _check_filters(found: Findings, settings: TrainSettings) -> None:
     for name in (name for name, is_single in single.items() if is_single):
         path = f"rollout.sampling.{name}"
         what = f"training samples cannot be greedy: {path} is 1"
-        found.refuse("R003", path, what, why="all samples of a prompt are the same", fix=f"set {path}=0", suggestions=((f"{path}=0",),))
+        why, off = "all samples of a prompt are the same", f"{path}=0"
+        found.refuse("R003", path, what, why=why, fix=f"set {off}", suggestions=((off,),))
     filters = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 1, "min_p": 0 < sampling.min_p < 1}
     for name in (name for name, is_on in filters.items() if is_on):
         path = f"rollout.sampling.{name}"

@@ -4,34 +4,31 @@ Owns: which changes are tried, in which order, and what each costs. Refuses to k
 change that is suggested was made and forecast again: all phases fit, and nothing else is wrong that was not before.
 
 The order: a smaller cache where generation alone is too large; microbatch; recompute; sharding; the optimizer away from the
-device; parameters away from it; more devices.
+device; parameters away from it; more devices; where all of that is not enough, shorter responses, and devices with more memory.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from meshloom.config.cluster_settings import OffloadPlace
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.checks import check_settings
 from meshloom.plan.constants import Cluster, Constants
 from meshloom.plan.device_checks import lay_out
 from meshloom.plan.faults import Change, overrides, with_values
 from meshloom.plan.forecast import Forecast, Group, count_roles, device_groups, forecast
-from meshloom.plan.hardware import Device
+from meshloom.plan.hardware import DEVICES, Device
 from meshloom.plan.layout import Layout
-from meshloom.plan.ledger import longest_sample_tokens
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.parameters import DecoderNumbers
-from meshloom.plan.placement import Role, placements, sequence_parts
-from meshloom.plan.residency import Phase, Residency
+from meshloom.plan.placement import Role, placements
+from meshloom.plan.residency import EngineRole, Phase, Residency
+from meshloom.plan.savings import Step, more_devices, responses, steps
 from meshloom.plan.sharded_memory import moves
 
 GIB = 2**30
 _SUGGESTIONS = 3
-_DEGREES = (2, 4, 8)
-_TRAINED = (Role.ACTOR, Role.CRITIC)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +65,26 @@ class Case:
         wrong |= {(fault.code, fault.path) for fault in laid_out.faults}
         given = settings.model.gradient_checkpointing
         on = given is True
-        groups = self._groups(settings, laid_out.layout, recompute=on)
+        groups, engine = self._groups(settings, laid_out.layout, recompute=on)
         if given == "auto" and any((group.ledger.margin(Phase.UPDATE) or 0) < 0 for group in groups):
-            on, groups = True, self._groups(settings, laid_out.layout, recompute=True)
+            on = True
+            groups, engine = self._groups(settings, laid_out.layout, recompute=True)
         return Look(
-            case=self, settings=settings, layout=laid_out.layout, wrong=frozenset(wrong), recompute=on, groups=groups
+            case=self,
+            settings=settings,
+            layout=laid_out.layout,
+            wrong=frozenset(wrong),
+            recompute=on,
+            groups=groups,
+            engine=engine,
         )
 
-    def _groups(self, settings: TrainSettings, layout: Layout, *, recompute: bool) -> tuple[Group, ...]:
+    def _groups(
+        self, settings: TrainSettings, layout: Layout, *, recompute: bool
+    ) -> tuple[tuple[Group, ...], EngineRole | None]:
         adapters, memory = self.adapters, self.memory
         roles = count_roles(settings, self.model, layout, recompute=recompute, adapters=adapters, memory=memory)
-        return device_groups(layout, roles, memory)
+        return device_groups(layout, roles, memory), roles.engine
 
     def tokens_at_once(self, look: "Look") -> set[int]:
         """Tokens of a microbatch, of all roles that compute with a model."""
@@ -97,6 +103,7 @@ class Look:
         wrong: code and setting of all that is wrong, but for memory.
         recompute: whether layers are recomputed: as given, or for ``auto`` where an update does not fit without it.
         groups: devices by what they hold.
+        engine: a replica of the rollout engine; none if it could not be laid out.
     """
 
     case: Case
@@ -105,6 +112,7 @@ class Look:
     wrong: frozenset[tuple[str, str]]
     recompute: bool
     groups: tuple[Group, ...]
+    engine: EngineRole | None
 
     @cached_property
     def cluster(self) -> Cluster | None:
@@ -140,12 +148,20 @@ class Look:
         return all((group.ledger.margin(Phase.GENERATE) or 0) >= 0 for group in self.groups)
 
     def lacking(self) -> dict[tuple[Role, ...], int]:
-        """Bytes that each group of devices lacks, by its roles, added up over phases, so that what helps one of them counts;
-        without groups that have enough."""
+        """Bytes that each group of devices lacks, by its roles, added up over phases, so that what helps one of them counts,
+        and what the longest sample lacks in the engine's cache; without groups that have enough."""
         short = {
-            group.roles: sum(max(0, -(group.ledger.margin(phase) or 0)) for phase in Phase) for group in self.groups
+            group.roles: sum(max(0, -(group.ledger.margin(phase) or 0)) for phase in Phase) + self.short_cache(group)
+            for group in self.groups
         }
         return {roles: count for roles, count in short.items() if count}
+
+    def short_cache(self, group: Group) -> int:
+        """Bytes that the longest sample lacks in the engine's cache on a group of devices."""
+        engine = self.engine
+        if engine is None or engine.cache_bytes is None or Role.ROLLOUT not in group.roles:
+            return 0
+        return max(0, engine.longest_sample_bytes - engine.cache_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,14 +177,6 @@ class Suggestion:
     price: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """One way to save memory: its changes, the mildest first, and what they cost."""
-
-    price: str
-    changes: tuple[Change, ...]
-
-
 def changes_that_fit(before: Look, group: Group) -> tuple[Suggestion, ...]:
     """Changes after which a group of devices has room, cheapest first.
 
@@ -176,11 +184,55 @@ def changes_that_fit(before: Look, group: Group) -> tuple[Suggestion, ...]:
         before: the run that does not fit.
         group: of its devices that lack memory.
     """
-    search, steps = _Search(before, group.roles), tuple(_steps(before, group))
-    more = _Step(price="more devices", changes=tuple(_more_devices(before)))
-    found = list(search.alone(steps)) or list(search.together(steps))
-    found += search.alone([more])
-    return tuple((found or list(search.together([*steps, more])))[:_SUGGESTIONS])
+    search, ways = _Search(before, group.roles), tuple(steps(before, group))
+    more = Step(price="more devices", changes=tuple(more_devices(before)))
+    found = list(search.alone(ways)) or list(search.together(ways))
+    alone = list(search.alone([more]))
+    # Fewer devices may be enough where other changes are made too.
+    found = [*(found or search.together([*ways, more])), *alone]
+    found = found or [*_shorter(search, ways), *_elsewhere(before)]
+    found = list({each.change: each for each in found}.values())
+    return tuple(found[:_SUGGESTIONS])
+
+
+def _shorter(search: "_Search", ways: tuple[Step, ...]) -> Iterator[Suggestion]:
+    """Shorter responses, where nothing else is enough."""
+    settings = search.before.settings
+    step = Step(price="shorter responses", changes=tuple(responses(settings)))
+    yield from list(search.alone([step])) or search.together([*ways, step])
+
+
+def _elsewhere(before: Look) -> Iterator[Suggestion]:
+    """All roles on all devices, or the smallest of the known devices whose memory is enough, with what else it takes there."""
+    given = placements(before.settings)
+    apart = {f"placement.{role}": "all" for role, entries in given.items() if entries != "all" and role != Role.REWARD}
+    if apart:
+        yield from _after(before, apart, "all roles take turns on all devices")
+    for device in sorted(DEVICES, key=lambda device: device.memory_bytes):
+        if device.memory_bytes > (before.case.memory or 0):
+            price = f"devices of {device.memory_bytes / GIB:,.0f} GiB, as {device.name} has"
+            found = list(_after(before, {"device_memory_bytes": device.memory_bytes}, price))
+            yield from found
+            if found:
+                return
+
+
+def _after(before: Look, change: Change, price: str) -> Iterator[Suggestion]:
+    """A change that is no saving, with what else it takes to make all devices hold their roles."""
+    memory = change.get("device_memory_bytes", before.case.memory)
+    case = replace(before.case, settings=with_values(before.settings, change), memory=memory)
+    there = case.look({})
+    lacking = [group for group in there.groups if group.roles in there.lacking()]
+    if not there.wrong <= before.wrong or len(lacking) > 1:
+        return
+    if not lacking:
+        yield Suggestion(change=overrides(change), price=price)
+        return
+    search, ways = _Search(there, lacking[0].roles), tuple(steps(there, lacking[0]))
+    more = Step(price="more devices", changes=tuple(more_devices(there)))
+    found = list(search.alone(ways))[:1] or list(search.together(ways)) or list(search.together([*ways, more]))
+    for each in found:
+        yield Suggestion(change=(*overrides(change), *each.change), price=f"{price}; {each.price}")
 
 
 class _Search:
@@ -208,16 +260,20 @@ class _Search:
     def fits(self, change: Change) -> bool:
         return self.lacks(change) == 0
 
-    def alone(self, steps: Iterable[_Step]) -> Iterator[Suggestion]:
+    def alone(self, steps: Iterable[Step]) -> Iterator[Suggestion]:
         """The mildest change of each step that is enough by itself."""
         for step in steps:
             if (change := next(filter(self.fits, step.changes), None)) is not None:
                 yield self.suggestion(change, [step])
 
-    def together(self, steps: Iterable[_Step]) -> Iterator[Suggestion]:
-        """One change of several steps, each as far as it helps, without those that turn out not to be needed."""
-        made: list[tuple[_Step, Change]] = []
-        for step in steps:
+    def together(self, steps: Iterable[Step]) -> Iterator[Suggestion]:
+        """One change of several steps, each as far as it helps, without those that turn out not to be needed. Steps that do not
+        help at first are tried once more: a cache may be larger once there is room for it."""
+        made: list[tuple[Step, Change]] = []
+        steps = tuple(steps)
+        for step in (*steps, *steps):
+            if any(step is earlier for earlier, _ in made):
+                continue
             before, least = made, self.lacks(_joined(made))
             for change in step.changes:
                 lacks = self.lacks(_joined([*before, (step, change)]))
@@ -239,7 +295,7 @@ class _Search:
             made = [(step, next(milder)) if other[0] is step else other for other in made]
         yield self.suggestion(_joined(made), [step for step, _ in made])
 
-    def suggestion(self, change: Change, steps: Iterable[_Step]) -> Suggestion:
+    def suggestion(self, change: Change, steps: Iterable[Step]) -> Suggestion:
         after = self.look(change)
         parts = [step.price for step in steps]
         moved = sum(
@@ -251,100 +307,20 @@ class _Search:
         if moved:
             parts.append(f"{moved / GIB:,.1f} GiB that offload moves a step and device")
         if after.forecast is not None and self.before.forecast is not None:
-            parts.append(f"a step of about {after.forecast.step_s:.3g} s")
+            parts.append(f"a step of about {_seconds(after.forecast.step_s)}")
             # A run that has no room for its cache generates one sequence at a time: there is nothing to compare with.
             if self.before.has_cache and (more := after.forecast.step_s - self.before.forecast.step_s) > 0:
-                parts[-1] += f", {more:.2g} s more"
+                parts[-1] += f", {_seconds(more)} more"
         return Suggestion(change=overrides(change), price="; ".join(parts))
 
 
-def _joined(made: Iterable[tuple[_Step, Change]]) -> dict[str, object]:
+def _seconds(count: float) -> str:
+    """Seconds in few digits."""
+    return f"{count:,.0f} s" if count >= 100 else f"{count:.3g} s"
+
+
+def _joined(made: Iterable[tuple[Step, Change]]) -> dict[str, object]:
     return dict(chain.from_iterable(change.items() for _, change in made))
-
-
-def _steps(before: Look, group: Group) -> Iterator[_Step]:
-    settings, roles = before.settings, group.roles
-    if (group.ledger.margin(Phase.GENERATE) or 0) < 0:
-        yield _Step(price="a smaller cache, so fewer sequences at once", changes=tuple(_caches(settings)))
-    yield _Step(price="more and smaller microbatches", changes=tuple(_microbatches(settings)))
-    if settings.model.gradient_checkpointing is False:
-        yield _Step(price="layers computed twice", changes=({"model.gradient_checkpointing": True},))
-    yield _Step(price="more exchange between devices", changes=tuple(_shardings(before, roles)))
-    offload = {Role.ACTOR: settings.offload.actor, Role.REFERENCE: settings.offload.reference}
-    offload[Role.CRITIC] = settings.offload.critic
-    here = [role for role in roles if role in offload]
-    none, host = OffloadPlace.NONE, OffloadPlace.HOST
-    trained = [role for role in here if role in _TRAINED and offload[role].optimizer is none]
-    optimizer = {f"offload.{role}.optimizer": host for role in trained}
-    yield _Step(price="the optimizer waits in the host's memory", changes=(optimizer,) if optimizer else ())
-    parameters = {f"offload.{role}.parameters": host for role in here if offload[role].parameters is none}
-    yield _Step(price="weights wait in the host's memory", changes=(parameters,) if parameters else ())
-
-
-def _caches(settings: TrainSettings) -> Iterator[Change]:
-    rollout = settings.rollout
-    if rollout.engine == "vllm" and not rollout.vllm.sleep:
-        yield {"rollout.vllm.sleep": True}
-    if rollout.kv_cache_bytes is not None:
-        yield from ({"rollout.kv_cache_bytes": rollout.kv_cache_bytes // parts} for parts in (2, 4, 8))
-    elif rollout.engine == "vllm":
-        shares = (share / 20 for share in range(19, 1, -1))
-        yield from ({_SHARE: share} for share in shares if share < rollout.vllm.gpu_memory_utilization)
-
-
-_SHARE = "rollout.vllm.gpu_memory_utilization"
-
-
-def _microbatches(settings: TrainSettings) -> Iterator[Change]:
-    """Half of the tokens, a quarter, …, and what the longest sample needs."""
-    tokens, least = (
-        settings.batch.tokens_per_microbatch,
-        -(-longest_sample_tokens(settings) // sequence_parts(settings)),
-    )
-    smaller = tokens // 2
-    while smaller > least:
-        yield {"batch.tokens_per_microbatch": smaller}
-        smaller //= 2
-    if least < tokens:
-        yield {"batch.tokens_per_microbatch": least}
-
-
-def _shardings(before: Look, roles: tuple[Role, ...]) -> Iterator[Change]:
-    """Roles over all devices; shards over all of a role's; the engine's layers over more; sequences, then layers, of the
-    models over more."""
-    parallel = before.settings.parallel
-    groups = {Role.ACTOR: parallel.actor, Role.REFERENCE: parallel.reference, Role.CRITIC: parallel.critic}
-    here = {role: groups[role] for role in roles if role in groups}
-    topology, given = before.layout.topology, placements(before.settings)
-    names = topology.entries(topology.all_devices)
-    everywhere = tuple(int(name) if name.isdecimal() else name for name in names)
-    yield from ({f"placement.{role}": everywhere} for role in here if given[role] not in ("all", everywhere))
-    whole = {f"parallel.{role}.fsdp_size": None for role, group in here.items() if group.fsdp_size is not None}
-    if whole:
-        yield whole
-    engine: list[dict[str, object]] = [{}]
-    if Role.ROLLOUT in roles:
-        wider = (size for size in _DEGREES if size > parallel.rollout.tensor)
-        engine += [{"parallel.rollout.tensor": size} for size in wider]
-    yield from engine[1:]
-    for name in ("sequence", "tensor"):
-        for size in _DEGREES:
-            cut = {f"parallel.{role}.{name}": size for role, group in here.items() if getattr(group, name) < size}
-            if cut:
-                yield from ({**whole, **cut, **change} for change in engine)
-
-
-def _more_devices(before: Look) -> Iterator[Change]:
-    """More devices of each node, up to eight, then more nodes; where all roles are on all devices."""
-    topology = before.layout.topology
-    if any(entries != "all" for role, entries in placements(before.settings).items() if role != Role.REWARD):
-        return
-    size = topology.devices_per_node
-    larger = [more for more in _DEGREES if more > size]
-    yield from ({"cluster.devices_per_node": more} for more in larger)
-    each: Change = {"cluster.devices_per_node": larger[-1]} if larger else {}
-    for doubled in range(1, 7):
-        yield {**each, "cluster.nodes": topology.num_nodes << doubled}
 
 
 def where_else(group: Group) -> Iterator[tuple[Residency, int]]:

@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from meshloom.config.settings import EvalSettings, KlPlace, SftSettings, TrainSettings
 from meshloom.plan.compute import compiles, logits_chunk_bytes
 from meshloom.plan.ledger import (
@@ -199,6 +197,8 @@ def memory_ledger(
             formula = "device_memory_bytes" if given else "free when the run begins"
             ledger.bytes(GPU, device_memory, formula, source=origin)
     else:
+        import psutil
+
         memory = psutil.virtual_memory()
         formula = f"as the system says; {memory.available / 2**30:.1f} GiB of it are available now"
         ledger.bytes(MACHINE, memory.total, formula, source="this machine")
@@ -339,7 +339,8 @@ def _engine_lines(ledger: _Memory, settings: TrainSettings | EvalSettings, model
     rollout, gpu, vllm = settings.rollout, on_gpu(settings.device), settings.rollout.engine == "vllm"
     longest, sequences = _longest_and_sequences(settings)
     slot, given = longest if vllm else _slot(longest, gpu=gpu), rollout.kv_cache_bytes
-    bound = given if given is not None or gpu else psutil.virtual_memory().available // 4
+    bound = given if given is not None or gpu else _quarter_of_free_bytes()
+    model = model if vllm else model.with_whole_cache()
     engine = EngineRole(
         model=model,
         width=width,
@@ -369,6 +370,13 @@ def _engine_lines(ledger: _Memory, settings: TrainSettings | EvalSettings, model
     ledger.bytes("cache per token", per_token, f"2 × layers × key-value width × {of_value}")
     origin = DERIVED if given is None else settings.provenance.of("rollout.kv_cache_bytes")
     ledger.held("key-value cache", formula, source=origin)
+
+
+def _quarter_of_free_bytes() -> int:
+    """A quarter of the memory that is free on this machine."""
+    import psutil
+
+    return psutil.virtual_memory().available // 4
 
 
 def _vllm_cache(settings: TrainSettings | EvalSettings, longest: int) -> str:

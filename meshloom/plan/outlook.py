@@ -5,7 +5,8 @@ seconds. Always holds: time is said to be an estimate, with what it takes for gr
 refused.
 
 Codes: T004 an unknown kind of device, T005 a kind that nothing uses, T006 constants that cannot be read, T007 constants that
-nothing uses or of another kind of device, M007 a device that holds more than it has, M008 one that is likely too small.
+nothing uses or of another kind of device, M007 a device that holds more than it has, M008 one that is likely too small, M010 a
+cache in which the longest sample has no room.
 """
 
 import difflib
@@ -27,7 +28,7 @@ from meshloom.plan.ledger import DERIVED, LedgerLine, most_computed_tokens
 from meshloom.plan.memory import CHECKPOINT, checkpoint_bytes_each, compute_bytes, on_gpu, trainable_parameters
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_folder import ModelFolder
-from meshloom.plan.parameters import count_parameters
+from meshloom.plan.parameters import count_parameters, is_counted
 from meshloom.plan.placement import Role, devices_of_machine, roles_of
 from meshloom.plan.recompute import Recompute
 from meshloom.plan.residency import Phase
@@ -138,7 +139,7 @@ def look_ahead(
     found: Findings, settings: TrainSettings, layout: Layout, folder: ModelFolder, device_memory: int | None
 ) -> Outlook | None:
     """Memory and time of a run that is laid out, and refusals where it does not fit; none where nothing is known of them:
-    the run is on one device of which the kind is not given, and holds everything in every phase.
+    the run is on one device of which neither kind nor memory is given, and holds everything in every phase.
 
     Args:
         found: takes refusals and warnings.
@@ -151,16 +152,19 @@ def look_ahead(
         UnknownFamily: if the model's parameters cannot be counted by its config.json.
     """
     moves = any(stay.moves for stay in stays(settings, layout))
-    if _device(settings) is None and layout.topology.num_devices == 1 and not moves:
+    unknown = _device(settings) is None and layout.topology.num_devices == 1 and not moves
+    if unknown and not is_counted(folder.config):
         return None
     case = case_of(settings, folder, device_memory)
     look = case.look({})
-    held = (line for group in look.groups for line in _memory_lines(look, group))
     lacks = _check_memory(found, look)
+    if unknown and case.memory is None:
+        return None
+    held = (line for group in look.groups for line in _memory_lines(look, group))
     return Outlook(
         recompute=_recompute(look),
         memory=(*_common_lines(look), *held),
-        time=tuple(_time_lines(look, fits=lacks is not _Lack.ALL)),
+        time=() if unknown else tuple(_time_lines(look, fits=lacks is not _Lack.ALL)),
         tight=lacks is not _Lack.NOTHING,
         groups=look.groups,
         forecast=None if lacks is _Lack.ALL else look.forecast,
@@ -306,32 +310,58 @@ def _time_lines(look: Look, *, fits: bool) -> Iterator[LedgerLine]:
 
 
 def _check_memory(found: Findings, look: Look) -> _Lack:
-    """Refuse groups of devices that hold more than they have; warn of those without room for what comes on top."""
+    """Refuse groups of devices that hold more than they have, and a cache without room for the longest sample; warn of
+    devices without room for what comes on top."""
     lacks = _Lack.NOTHING
     for group in look.groups:
-        ledger, has = group.ledger, look.case.memory
-        if has is None or group.roles not in look.lacking():
+        if group.roles not in look.lacking():
             continue
-        phase = max(Phase, key=ledger.needed)
-        held, over = ledger.held(phase), ledger.held(phase) > has
-        lacks = _Lack.ALL if over else max(lacks, _Lack.MARGIN)
+        lack = _memory_lack(look, group) or _cache_lack(look)
         suggestions = changes_that_fit(look, group)
-        if over:
-            what = f"{_busiest(group, phase)}: {phase} holds {held / GIB:,.1f} GiB on a device of {has / GIB:,.1f} GiB"
-        else:
-            needed = f"{ledger.needed(phase) / GIB:,.1f} GiB with libraries and fragmentation"
-            what = f"{_busiest(group, phase)}: {phase} needs {needed}, a device has {has / GIB:,.1f} GiB"
         fixes = [f"{shortened(' '.join(each.change))} ({each.price})" for each in suggestions]
-        problem = Problem(
-            code="M007" if over else "M008",
-            what=what,
-            where=f"device_memory_bytes ({_origin(look)})",
-            why=f"{_where(look, group)}{_largest(group, phase)}",
-            fix=", or ".join(fixes) or "no change of microbatch, recompute, sharding, offload or devices is enough",
-            suggestions=tuple(each.change for each in suggestions),
-        )
-        (found.problems if over else found.warnings).append(problem)
+        fix = ", or ".join(fixes) or "no change of microbatch, recompute, sharding, offload or devices is enough"
+        lack = replace(lack, fix=fix, suggestions=tuple(each.change for each in suggestions))
+        refused = lack.code != "M008"
+        lacks = _Lack.ALL if refused else max(lacks, _Lack.MARGIN)
+        (found.problems if refused else found.warnings).append(lack)
     return lacks
+
+
+def _memory_lack(look: Look, group: Group) -> Problem | None:
+    """What a group of devices lacks in its fullest phase; none if it has enough, or if the engine's cache has too little."""
+    ledger, has = group.ledger, look.case.memory
+    phase = max(Phase, key=ledger.needed)
+    held = ledger.held(phase)
+    if has is None or ledger.needed(phase) <= has or (held <= has and look.short_cache(group)):
+        return None
+    if held > has:
+        what = f"{_busiest(group, phase)}: {phase} holds {held / GIB:,.1f} GiB on a device of {has / GIB:,.1f} GiB"
+    else:
+        needed = f"{ledger.needed(phase) / GIB:,.1f} GiB with libraries and fragmentation"
+        what = f"{_busiest(group, phase)}: {phase} needs {needed}, a device has {has / GIB:,.1f} GiB"
+    return Problem(
+        code="M007" if held > has else "M008",
+        what=what,
+        where=f"device_memory_bytes ({_origin(look)})",
+        why=f"{_where(look, group)}{_largest(group, phase)}",
+    )
+
+
+def _cache_lack(look: Look) -> Problem:
+    """What the longest sample lacks in the engine's cache."""
+    engine, rollout, path = look.engine, look.settings.rollout, "rollout.kv_cache_bytes"
+    if engine is None:
+        raise AssertionError("a cache has an engine")
+    needs, has = engine.longest_sample_bytes, engine.cache_bytes or 0
+    if rollout.kv_cache_bytes is None:
+        path = "rollout.vllm.gpu_memory_utilization"
+    each = needs // engine.slot_tokens
+    return Problem(
+        code="M010",
+        what=f"rollout: the longest sample takes {needs / GIB:,.3f} GiB of the cache, which has {has / GIB:,.3f} GiB",
+        where=f"{path} ({look.settings.provenance.of(path)})",
+        why=f"{engine.slot_tokens:,} tokens × {each:,} bytes; the cache: {engine.cache_bound}",
+    )
 
 
 def _busiest(group: Group, phase: Phase) -> str:

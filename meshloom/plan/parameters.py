@@ -171,6 +171,12 @@ class DecoderNumbers:
         """The same decoder with a head of one output, as critics and reward models have."""
         return replace(self, head=self.hidden, vocabulary=1)
 
+    def with_whole_cache(self) -> "DecoderNumbers":
+        """The same decoder where keys and values of every head are cached, and not the latent vector that gives them, as the
+        embedded engine does."""
+        whole = 2 * self.key_value_width
+        return self if self.cached >= whole else replace(self, cached=whole, num_key_value_heads=self.num_heads)
+
     def by_component(self) -> dict[str, int]:
         """Parameters of each component; they add up to ``total``."""
         parts = {"embedding": self.embedding}
@@ -178,6 +184,15 @@ class DecoderNumbers:
             parts[name] = sum(count * getattr(layer, name) for layer, count in self.layers.runs)
         parts["norms"] += self.final_norm
         return parts | {"head": self.head}
+
+
+def is_counted(config: Config) -> bool:
+    """Whether a model's parameters can be counted by its config.json."""
+    try:
+        count_parameters(config)
+    except UnknownFamily:
+        return False
+    return True
 
 
 def count_parameters(config: Config) -> DecoderNumbers:

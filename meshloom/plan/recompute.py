@@ -6,8 +6,6 @@ holds: the plan and the run decide by this one function; what cannot be known ye
 
 from dataclasses import dataclass
 
-import psutil
-
 from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.plan.headroom import FRAGMENTS, LIBRARIES, needed_bytes
 from meshloom.plan.ledger import LedgerLine
@@ -54,7 +52,7 @@ def choose_recompute(
     choice, gpu = settings.model.gradient_checkpointing, on_gpu(settings.device)
     if choice != "auto":
         return Recompute(on=choice, is_open=False, formula="each layer, in the backward pass, as given")
-    has = device_memory if gpu else psutil.virtual_memory().total
+    has = device_memory if gpu else _memory_of_machine()
     if has is None:
         return Recompute(on=False, is_open=True, formula="auto: follows from the GPU's memory when the run begins")
     lines = memory_ledger(settings, folder, recompute=False)
@@ -66,3 +64,10 @@ def choose_recompute(
         f"{has / 2**30:,.1f} GiB that {'the GPU has free' if gpu else 'this machine has'}"
     )
     return Recompute(on=needed > has, is_open=False, formula=formula)
+
+
+def _memory_of_machine() -> int:
+    """Bytes of this machine's memory."""
+    import psutil
+
+    return psutil.virtual_memory().total

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from meshloom.plan.parameters import DecoderNumbers
-from meshloom.plan.shards import Cut
+from meshloom.plan.shards import Cut, cached_values
 
 
 class Phase(StrEnum):
@@ -100,6 +100,7 @@ class EngineRole:
         sequences: that a replica generates at once.
         slot_tokens: cache of one sequence, in tokens.
         cache_bytes: bound on the cache of a device; none if there is none.
+        cache_bound: where that bound comes from, in words.
         fills_cache: whether it takes the bound whole, whatever the sequences need.
         keeps_logits: whether a decode step's logits are whole, in float32.
     """
@@ -113,8 +114,14 @@ class EngineRole:
     sequences: int
     slot_tokens: int
     cache_bytes: int | None = None
+    cache_bound: str = "as given"
     fills_cache: bool = False
     keeps_logits: bool = True
+
+    @property
+    def longest_sample_bytes(self) -> int:
+        """Cache of one sequence as long as it may be, on one of the replica's devices."""
+        return self.slot_tokens * cached_values(self.model, self.tensor) * self.width
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ def engine_role(settings: TrainSettings, layout: Layout, model: DecoderNumbers) 
     samples = ceil_div(settings.batch.prompts_per_step, found.replicas) * settings.batch.samples_per_prompt
     return EngineRole(
         name=str(Role.ROLLOUT),
-        model=model,
+        model=model if vllm else model.with_whole_cache(),
         tensor=tensor,
         width=compute_bytes(settings.model.dtype, settings.device),
         own_weights=engine_owns_weights(settings, layout),
@@ -137,7 +137,8 @@ def engine_role(settings: TrainSettings, layout: Layout, model: DecoderNumbers) 
 
 
 def with_room_for_cache(settings: TrainSettings, engine: EngineRole, taken: int, memory: int) -> EngineRole:
-    """The engine with the bound on its cache that follows from a GPU's memory, where the settings give none.
+    """The engine with the bound on its cache that follows from a GPU's memory, where the settings give none. The embedded one
+    has room for one sequence at least, whether or not that is left.
 
     Args:
         settings: of the run.
@@ -149,5 +150,10 @@ def with_room_for_cache(settings: TrainSettings, engine: EngineRole, taken: int,
         return engine
     if settings.rollout.engine == "vllm":
         weights = ceil_div(engine.model.total, engine.tensor) * engine.width
-        return replace(engine, cache_bytes=max(0, int(settings.rollout.vllm.gpu_memory_utilization * memory) - weights))
-    return replace(engine, cache_bytes=max(0, int(_CACHE_SHARE * (memory - taken))))
+        share = settings.rollout.vllm.gpu_memory_utilization
+        bound = f"{share:g} of the device's memory, less the engine's weights"
+        return replace(engine, cache_bytes=max(0, int(share * memory) - weights), cache_bound=bound)
+    bound, left = f"{_CACHE_SHARE:g} of what is left while generating", int(_CACHE_SHARE * (memory - taken))
+    if left < engine.longest_sample_bytes:
+        bound, left = "the longest sample alone", engine.longest_sample_bytes
+    return replace(engine, cache_bytes=left, cache_bound=bound)

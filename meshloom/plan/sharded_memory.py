@@ -147,7 +147,7 @@ def engine_holdings(role: EngineRole) -> tuple[Holding, ...]:
     wanted = role.sequences * role.slot_tokens * per_token
     formula = f"{role.sequences} sequences at once × {role.slot_tokens} tokens × {per_token}"
     if role.cache_bytes is not None and (role.fills_cache or role.cache_bytes < wanted):
-        wanted, formula = role.cache_bytes, f"as given; wanted are {formula}"
+        wanted, formula = role.cache_bytes, f"{role.cache_bound}; wanted are {formula}"
     found.append(_held(role, "key-value cache", wanted, formula, *awake))
     if role.keeps_logits:
         logits = role.sequences * ceil_div(role.model.vocabulary, role.tensor) * FLOAT32

@@ -1,0 +1,142 @@
+"""Ways to save memory, as changes of a run's settings.
+
+Owns: which changes there are, mildest first, and what each costs in words. Refuses to know: whether one is enough
+(``plan.fitting`` tries them).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from meshloom.config.cluster_settings import OffloadPlace
+from meshloom.config.settings import TrainSettings
+from meshloom.plan.faults import Change
+from meshloom.plan.ledger import longest_sample_tokens
+from meshloom.plan.placement import Role, placements, sequence_parts
+from meshloom.plan.residency import EngineRole, Phase
+
+if TYPE_CHECKING:
+    from meshloom.plan.fitting import Look
+    from meshloom.plan.forecast import Group
+
+_DEGREES = (2, 4, 8)
+_TRAINED = (Role.ACTOR, Role.CRITIC)
+_SHARE = "rollout.vllm.gpu_memory_utilization"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One way to save memory: its changes, the mildest first, and what they cost."""
+
+    price: str
+    changes: tuple[Change, ...]
+
+
+def steps(before: "Look", group: "Group") -> Iterator[Step]:
+    """Ways to save memory on a group of devices, in their order: the cache, microbatch, recompute, sharding, the optimizer away
+    from the device, parameters away from it."""
+    settings, roles = before.settings, group.roles
+    if before.engine is not None and before.short_cache(group):
+        yield Step(price="a larger cache", changes=tuple(_larger_caches(settings, before.engine, before.case.memory)))
+    elif (group.ledger.margin(Phase.GENERATE) or 0) < 0:
+        yield Step(price="a smaller cache, so fewer sequences at once", changes=tuple(_caches(settings)))
+    yield Step(price="more and smaller microbatches", changes=tuple(_microbatches(settings)))
+    if settings.model.gradient_checkpointing is False:
+        yield Step(price="layers computed twice", changes=({"model.gradient_checkpointing": True},))
+    yield Step(price="more exchange between devices", changes=tuple(_shardings(before, roles)))
+    offload = {Role.ACTOR: settings.offload.actor, Role.REFERENCE: settings.offload.reference}
+    offload[Role.CRITIC] = settings.offload.critic
+    here = [role for role in roles if role in offload]
+    none, host = OffloadPlace.NONE, OffloadPlace.HOST
+    trained = [role for role in here if role in _TRAINED and offload[role].optimizer is none]
+    optimizer = {f"offload.{role}.optimizer": host for role in trained}
+    yield Step(price="the optimizer waits in the host's memory", changes=(optimizer,) if optimizer else ())
+    parameters = {f"offload.{role}.parameters": host for role in here if offload[role].parameters is none}
+    yield Step(price="weights wait in the host's memory", changes=(parameters,) if parameters else ())
+
+
+def _larger_caches(settings: TrainSettings, engine: EngineRole, memory: int | None) -> Iterator[Change]:
+    """Room for the longest sample: by the bound that is given, or a larger share for vLLM."""
+    needs = engine.longest_sample_bytes
+    if settings.rollout.kv_cache_bytes is not None:
+        yield {"rollout.kv_cache_bytes": needs}
+        yield {"rollout.kv_cache_bytes": None}
+    elif memory is not None:
+        weights = -(-engine.model.total // engine.tensor) * engine.width
+        least, now = ceil(100 * (weights + needs) / memory), round(100 * settings.rollout.vllm.gpu_memory_utilization)
+        # Where no share is enough, one may be once the engine is over more devices.
+        yield from ({_SHARE: share / 100} for share in range(least if least <= 95 else now + 5, 96, 5))
+
+
+def _caches(settings: TrainSettings) -> Iterator[Change]:
+    rollout = settings.rollout
+    if rollout.engine == "vllm" and not rollout.vllm.sleep:
+        yield {"rollout.vllm.sleep": True}
+    if rollout.kv_cache_bytes is not None:
+        yield from ({"rollout.kv_cache_bytes": rollout.kv_cache_bytes // parts} for parts in (2, 4, 8))
+    elif rollout.engine == "vllm":
+        shares = (share / 20 for share in range(19, 1, -1))
+        yield from ({_SHARE: share} for share in shares if share < rollout.vllm.gpu_memory_utilization)
+
+
+def _microbatches(settings: TrainSettings) -> Iterator[Change]:
+    """Half of the tokens, a quarter, …, and what the longest sample needs."""
+    tokens, least = (
+        settings.batch.tokens_per_microbatch,
+        -(-longest_sample_tokens(settings) // sequence_parts(settings)),
+    )
+    smaller = tokens // 2
+    while smaller > least:
+        yield {"batch.tokens_per_microbatch": smaller}
+        smaller //= 2
+    if least < tokens:
+        yield {"batch.tokens_per_microbatch": least}
+
+
+def _shardings(before: "Look", roles: tuple[Role, ...]) -> Iterator[Change]:
+    """Roles over all devices; shards over all of a role's; the engine's layers over more; sequences, then layers, of the
+    models over more."""
+    parallel = before.settings.parallel
+    groups = {Role.ACTOR: parallel.actor, Role.REFERENCE: parallel.reference, Role.CRITIC: parallel.critic}
+    here = {role: groups[role] for role in roles if role in groups}
+    topology, given = before.layout.topology, placements(before.settings)
+    names = topology.entries(topology.all_devices)
+    everywhere = tuple(int(name) if name.isdecimal() else name for name in names)
+    yield from ({f"placement.{role}": everywhere} for role in here if given[role] not in ("all", everywhere))
+    whole = {f"parallel.{role}.fsdp_size": None for role, group in here.items() if group.fsdp_size is not None}
+    if whole:
+        yield whole
+    engine: list[dict[str, object]] = [{}]
+    if Role.ROLLOUT in roles:
+        wider = (size for size in _DEGREES if size > parallel.rollout.tensor)
+        engine += [{"parallel.rollout.tensor": size} for size in wider]
+    yield from engine[1:]
+    for name in ("sequence", "tensor"):
+        for size in _DEGREES:
+            cut = {f"parallel.{role}.{name}": size for role, group in here.items() if getattr(group, name) < size}
+            if cut:
+                yield from ({**whole, **cut, **change} for change in engine)
+
+
+def more_devices(before: "Look") -> Iterator[Change]:
+    """More devices of each node, up to eight, then more nodes; where all roles are on all devices."""
+    topology = before.layout.topology
+    if any(entries != "all" for role, entries in placements(before.settings).items() if role != Role.REWARD):
+        return
+    size = topology.devices_per_node
+    larger = [more for more in _DEGREES if more > size]
+    yield from ({"cluster.devices_per_node": more} for more in larger)
+    each: Change = {"cluster.devices_per_node": larger[-1]} if larger else {}
+    for doubled in range(1, 7):
+        yield {**each, "cluster.nodes": topology.num_nodes << doubled}
+
+
+def responses(settings: TrainSettings) -> Iterator[Change]:
+    """Half of the longest response, a quarter, …; microbatches no larger than such samples need."""
+    prompt, response = settings.data.max_prompt_tokens, settings.rollout.max_response_tokens // 2
+    tokens, parts = settings.batch.tokens_per_microbatch, sequence_parts(settings)
+    while response:
+        least = min(tokens, -(-(prompt + response) // parts))
+        yield {"rollout.max_response_tokens": response, "batch.tokens_per_microbatch": least}
+        response //= 2
