@@ -101,5 +101,8 @@ class Host:
 
         dist.recv(torch.zeros(1), src=(self.seat.rank + 1) % self.seat.world_size)
 
+    def close(self) -> None:
+        print(f"host of rank {self.seat.rank} is closed")
+
     def hidden(self) -> None:
         """Not a verb."""

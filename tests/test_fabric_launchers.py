@@ -104,6 +104,33 @@ def test_a_run_that_is_refused_at_once_ends_every_task(tmp_path: Path) -> None:
     assert [code for code, _, _ in found] == [2, 2], found
 
 
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "localhost"}
+        words = ["train", "run.yaml"]
+        task = start([sys.executable, "-m", "meshloom", *words], **slurm, MASTER_PORT=port)
+        code, _, errors = outputs([task])[0]
+    assert code == 2 and f"localhost:{port}" in errors and "MASTER_PORT" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_node_ends_the_others(victim: int, tmp_path: Path) -> None:
+    tasks = tasks_of_srun(tmp_path, "node1=1,node2=1", "sleep")
+    while not (tmp_path / "ready").exists():
+        assert all(task.poll() is None for task in tasks), outputs(tasks)
+    controller = psutil.Process(int((tmp_path / "ready").read_text()))
+    tasks[victim].kill()
+    code, _, errors = outputs([tasks[1 - victim]])[0]
+    assert code == 3 and f"rank {victim} (on node{victim + 1}" in errors and "was lost with its node" in errors
+    psutil.wait_procs([controller], timeout=ENDS_S)
+    assert not controller.is_running()
+    assert_no_worker_is_left(tmp_path)
+    outputs(tasks)
+
+
 FAKE_SSH = """#!/bin/sh
 # Runs the command here; the host is the last argument but one.
 while [ $# -gt 2 ]; do shift; done

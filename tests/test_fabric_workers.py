@@ -124,6 +124,7 @@ def test_leaving_ends_every_process(tmp_path: Path) -> None:
         log = tmp_path / "rank-1.log"
         workers.call("where", phase="test", deadline_s=60)
         assert log.read_text() == "host of rank 1 is made\n"
+    assert log.read_text() == "host of rank 1 is made\nhost of rank 1 is closed\n"
     assert descendants() == before
     with pytest.raises(RuntimeError, match="closed"):
         workers.call("where", phase="test", deadline_s=60)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshloom.config.errors import UserError
+from meshloom.config.errors import RunFault, UserError
 from meshloom.fabric.attendant import Ticket
 from meshloom.fabric.launch import Launched
 from meshloom.fabric.meeting import ControllerProcess
@@ -132,9 +132,11 @@ def launch_on_hosts(
     links = (
         [] if place is None else [_link(index, host, starts[host], address, place) for index, host in enumerate(hosts)]
     )
-    code = _wait(controller, links, say)
+    code, unreached = _wait(controller, links, say)
     for _, process in links:
         _end(process)
+    for host, status in unreached:
+        print(f"error: {_unreached(host, status, python, folder)}", file=sys.stderr, flush=True)
     return code
 
 
@@ -163,8 +165,24 @@ def _pass_output_on(host: Host, process: "subprocess.Popen[bytes]") -> None:
         print(f"{host.name}: {line.decode('utf-8', 'replace').rstrip()}", file=sys.stderr, flush=True)
 
 
-def _wait(controller: ControllerProcess, links: Sequence[Link], say: Callable[[str], None]) -> int:
-    """Wait for the controller's end. Where a host's connection ends before, the controller is given a moment to see it."""
+def _unreached(host: Host, status: int, python: str, folder: Path) -> RunFault:
+    return RunFault(
+        f"host {host.name} cannot be reached, or has not what the run needs",
+        where="the host file",
+        why=f"its ssh {ending_text(status)} before the run began; what it said is above, behind the host's name",
+        fix=f"`ssh {host.address} true` must need no password, and {folder} and {python} must be there with meshloom",
+    )
+
+
+def _wait(
+    controller: ControllerProcess, links: Sequence[Link], say: Callable[[str], None]
+) -> tuple[int, list[tuple[Host, int]]]:
+    """Wait for the controller's end. Where a host's connection ends before, the controller is given a moment to see it.
+
+    Returns:
+        The run's exit code, and hosts whose loss the controller did not see, each with the exit code of its ssh.
+    """
+    unreached: list[tuple[Host, int]] = []
     alone_since: float | None = None
     while not controller.ended:
         time.sleep(_LOOK_S)
@@ -174,8 +192,9 @@ def _wait(controller: ControllerProcess, links: Sequence[Link], say: Callable[[s
             for host, status in ((host, status) for host, status in ended if status):
                 say(f"{host.name}: ssh {ending_text(status)}")
         if alone_since is not None and time.monotonic() > alone_since + _ALONE_S:
+            unreached = unreached or [(host, status) for host, status in ended if status]
             controller.end()
-    return controller.wait()
+    return controller.wait(), unreached
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

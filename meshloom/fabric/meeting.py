@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from meshloom.config.environment import controller_environment
+from meshloom.config.errors import UserError
 from meshloom.fabric.attendant import LOST_CODE, Ticket, attend
 from meshloom.fabric.launch import Launched
 from meshloom.fabric.tasks import Task
@@ -42,6 +43,9 @@ def attend_task(task: Task, command: Sequence[str]) -> int:
 
     Returns:
         The run's exit code.
+
+    Raises:
+        UserError: if the store cannot be where it should.
     """
     if task.rank == 0:
         return _lead(task, command)
@@ -55,7 +59,13 @@ def attend_task(task: Task, command: Sequence[str]) -> int:
 
 def _lead(task: Task, command: Sequence[str]) -> int:
     controller = ControllerProcess(command, Launched(task.kind, 0, task.world_size, task.nodes))
-    store = _store(task)
+    try:
+        store = _store(task)
+    except RuntimeError as error:
+        controller.end()
+        where = "{}:{}".format(*task.master)
+        fix = "MASTER_PORT names another port, which all tasks must be given"
+        raise UserError("tasks cannot meet", where=where, why=str(error).splitlines()[0], fix=fix) from error
     place = controller.place()
     if place is not None:
         store.set(_PLACE, json.dumps(place))

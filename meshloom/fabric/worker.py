@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from meshloom.config.environment import prepare_gloo
 from meshloom.config.errors import UserError
@@ -57,6 +57,14 @@ def serve_by(ticket: dict[str, Any]) -> None:
     sys.stderr.flush()
     # Threads of libraries and of user code must not keep a process that is done.
     os._exit(0)
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A host that is told when the run ends in order."""
+
+    def close(self) -> None:
+        """Let go of what outlives a process."""
 
 
 class _Worker:
@@ -164,8 +172,7 @@ class _Worker:
         )
 
     def _leave(self) -> None:
-        close = vars(type(self._host)).get("close") if self._host is not None else None
-        if close is not None:
+        if isinstance(self._host, Closing):
             self._host.close()
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_initialized():
