@@ -217,6 +217,16 @@ def test_leaving_through_an_exception_is_noted_in_the_status(tmp_path):
     assert status["reason"] == "ValueError: no luck"
 
 
+def test_a_run_that_fails_is_noted_with_the_last_step_that_has_records(tmp_path):
+    with pytest.raises(OSError), RunFolder.create(tmp_path) as run:
+        run.set_status(RunState.RUNNING, step=0, steps=9)
+        for step in (1, 2):
+            run.log_metrics({"step": step, "kind": "train", "time": 0.0, "phases": {}, "metrics": {"loss": 1.0}})
+        raise OSError("a worker")
+    status = read_status(tmp_path)
+    assert (status["state"], status["step"], status["steps"]) == (RunState.FAILED, 2, 9)
+
+
 def test_a_status_that_was_set_stands_against_a_later_exception(tmp_path):
     with pytest.raises(OSError), RunFolder.create(tmp_path) as run:
         run.set_status(RunState.FINISHED, step=9, steps=9)

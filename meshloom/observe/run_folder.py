@@ -63,6 +63,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / CHECKPOINTS_FOLDER
         self._lock = lock
+        self._last_step = 0
         self._metrics = _Lines(path / METRICS_FILE)
         self._samples = _Lines(path / SAMPLES_FILE)
         self._memory = _Lines(path / MEMORY_FILE)
@@ -136,6 +137,7 @@ class RunFolder:
         """Append one step's metrics. Values are numbers, or tensors and arrays of one element."""
         metrics = {name: _number(value) for name, value in record["metrics"].items()}
         self._metrics.append([{**record, "metrics": metrics}])
+        self._last_step = record["step"]
 
     def log_samples(self, records: Sequence[SampleRecord | Mapping[str, Any]]) -> None:
         """Append a step's samples, in one write."""
@@ -183,7 +185,8 @@ class RunFolder:
         first_line = (str(error).splitlines() or [""])[0]
         reason = f"{kind.__name__}: {first_line}" if first_line else kind.__name__
         with suppress(OSError):  # a full disk, say: what ended the run is on its way and tells more
-            self.set_status(state, step=before["step"], steps=before["steps"], reason=reason)
+            step = max(before["step"], self._last_step)
+            self.set_status(state, step=step, steps=before["steps"], reason=reason)
 
     def _write_given(self, settings: Settings | None, plan_text: str | None, plan: Mapping[str, Any] | None) -> None:
         # First, since a folder with settings can be resumed, and one without is free: a kill leaves one or the other.
