@@ -158,11 +158,11 @@ class MeshModel(TrainedModel):
         return self._split(computed).predictions(computed) if self.mesh.groups.sp is not None else {}
 
     def _compute(self, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> tuple[Tensor, Tensor]:
-        own_2n = self.root(lambda: self._judge(self._hidden(moved, computed), moved, computed, temperature))
+        own_2n = self.root(lambda: self._judge(self._hidden(moved, computed)[0], moved, computed, temperature))
         return self._of_all(own_2n, moved)
 
     def _hidden(self, moved: Mapping[str, Tensor], computed: Computed, given_cD: Tensor | None = None) -> Tensor:
-        """Hidden states [c, D] after this rank's layers, of its part of the tokens.
+        """Hidden states [1, c, D] after this rank's layers, of its part of the tokens.
 
         Args:
             moved, computed: of the microbatch.
@@ -178,9 +178,7 @@ class MeshModel(TrainedModel):
         elif self.in_graph:
             layout.prepare(self.device)
         given = {"input_ids": ids_c[None]} if given_cD is None else {"inputs_embeds": given_cD[None]}
-        return self.decoder(**given, position_ids=positions_c[None], layout=layout, use_cache=False).last_hidden_state[
-            0
-        ]
+        return self.decoder(**given, position_ids=positions_c[None], layout=layout, use_cache=False).last_hidden_state
 
     def _judge(self, hidden_cD: Tensor, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> Tensor:
         """Log-prob and entropy [2, n] of what is predicted from this rank's part of the tokens, on each rank of ``tp``."""

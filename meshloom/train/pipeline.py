@@ -148,10 +148,10 @@ class PipelineModel(MeshModel):
         last = self.mesh.place["pp"] == self.mesh.size("pp") - 1
 
         def run() -> Tensor:
-            hidden_cD = self._hidden(work.moved, work.computed, work.given_cD)
-            return self._judge(hidden_cD, work.moved, work.computed, temperature) if last else hidden_cD
+            hidden_1cD = self._hidden(work.moved, work.computed, work.given_cD)
+            return self._judge(hidden_1cD[0], work.moved, work.computed, temperature) if last else hidden_1cD
 
-        return self.root(run)
+        return self.root(run) if last else self.root(run)[0]
 
     def _predicted(self, work: Pass, out: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [T]; zeros but at the last stage."""
