@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
+from meshloom.config.errors import UserError
 from meshloom.config.settings import LoraSettings, ModelSettings, OptimizerSettings
 from meshloom.samples import Samples
 from meshloom.train.attention import use_layouts
+from meshloom.train.head import check_head
 from meshloom.train.load import add_lora
 from meshloom.train.model import LossParts, MicrobatchBound, TrainedModel
 from tests.models import FAMILIES, tiny_model
@@ -198,3 +200,13 @@ def test_a_parameter_without_gradient_is_refused() -> None:
     module.register_parameter("forgotten", torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(RuntimeError, match="forgotten"):
         trained(module, 64).forward_backward(make_samples(), weighted, temperature=1.0)
+
+
+def test_a_model_whose_weights_are_no_numbers_is_refused_with_the_weights_name():
+    model = tiny_model("qwen3")
+    use_layouts(model)
+    check_head(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+    with pytest.raises(UserError, match=r"NaN(.|\n)*layers\.1\.mlp\.up_proj\.weight has values"):
+        check_head(model)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshloom.config.errors import UserError
@@ -124,11 +125,27 @@ def check_logits(model: PreTrainedModel, theirs: Tensor, ours: Tensor) -> None:
     """Compare logits of a model's own forward with the head's.
 
     Raises:
-        UserError: if they differ.
+        UserError: if they differ, or are no numbers.
     """
+    if not bool(theirs.isfinite().all()):
+        raise _no_numbers(model)
     gap, size = float((theirs - ours).abs().max()), float(theirs.abs().max())
     if not gap <= 0.02 * size + 1e-6:
         raise UserError(
             f"{type(model).__name__} changes its logits in a way that is not known here",
             why=f"its own logits and ours differ by {gap:.3g}, the largest is {size:.3g}",
         )
+
+
+def _no_numbers(model: PreTrainedModel) -> UserError:
+    """What to say of logits that are NaN or infinite: the first weight of this rank that is, if one is."""
+    parts = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in model.named_parameters())
+    found = next((name for name, part in parts if not bool(part.isfinite().all())), None)
+    what = "the model gives logits that are NaN or infinite"
+    if found is None:
+        why = "values are too large for the dtype that it computes in, or weights of another rank are NaN"
+        return UserError(
+            what, where="model.path", why=why, fix="model.dtype=float32, or fetch or export the model again"
+        )
+    why = f"{found} has values that are NaN or infinite"
+    return UserError(what, where="model.path", why=why, fix="fetch or export the model again")
