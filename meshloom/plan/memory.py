@@ -170,7 +170,7 @@ def memory_ledger(
         UnknownShape: if config.json lacks what the estimates need.
     """
     shape, width = ModelShape.of(folder), compute_bytes(settings.model.dtype, settings.device)
-    model = shape.numbers(folder.num_parameters)
+    model = folder.other_than_llama or shape.numbers(folder.num_parameters)
     ledger = _Memory()
     how = "in the headers of the safetensors files" if folder.has_weights else "by config.json"
     ledger.count("parameters", folder.num_parameters, f"counted {how}")
@@ -318,7 +318,8 @@ def _update_lines(ledger: _Memory, settings: TrainSettings | SftSettings, actor:
     formula = f"min({given}, tokens at once × vocabulary × {actor.logit_bytes})"
     ledger.held("logits", formula, source=origin("model.logits_chunk_bytes"))
     part = part_of(actor.model, actor.cut, compiled=actor.compiled)
-    values = f"layers × {part.layer_values}"
+    alike = part.kept_values == part.layers * part.layer_values
+    values = f"layers × {part.layer_values}" if alike else f"{part.kept_values} of all layers"
     if actor.recompute:
         values = f"(layers × hidden + {part.layer_values + part.layer_gradients})"
     ledger.held("activations", f"estimate: tokens at once × {values} × {actor.width}")

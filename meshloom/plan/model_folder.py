@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from meshloom.config.errors import UserError
 from meshloom.plan.matrices import linear_matrices
 from meshloom.plan.model_config import require_config
-from meshloom.plan.parameters import UnknownFamily, count_parameters
+from meshloom.plan.parameters import DecoderNumbers, UnknownFamily, count_parameters
 
 _HEADER_LIMIT, _SIZE_LIMIT = 100_000_000, 2**48
 _INDEX = "model.safetensors.index.json"
@@ -132,6 +132,19 @@ class ModelFolder:
             return self.counted
         skipped = _HEADS if self.tied else ()
         return sum(t.num_values for name, t in self.tensors.items() if not (skipped and name.endswith(skipped)))
+
+    @cached_property
+    def other_than_llama(self) -> DecoderNumbers | None:
+        """The decoder in numbers where its layers are not of the Llama shape: experts, or keys and values from a latent vector;
+        none for others, and for families whose parameters cannot be counted. Its parameters are those of the files."""
+        try:
+            model = count_parameters(self.config)
+        except UnknownFamily:
+            return None
+        latent = model.cached != 2 * model.key_value_width
+        if not latent and not any(layer.experts for layer, _ in model.layers.runs):
+            return None
+        return replace(model, embedding=model.embedding + self.num_parameters - model.total)
 
     def changing_rotary(self) -> dict[str, int]:
         """Kinds of rotary embeddings that depend on the longest sequence of a pass, and up to which position they do not."""
