@@ -192,8 +192,9 @@ def test_what_a_host_file_started_ends_with_the_launcher(tmp_path: Path, fake_ss
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path, fake_ssh: dict[str, str]) -> None:
     process = launch(tmp_path, "broken\nworker-1\n", "broken=1,worker-1=1", "where", **fake_ssh)
-    ((code, said, _),) = outputs([process])
+    ((code, said, errors),) = outputs([process])
     assert code == 3 and "broken: ssh ended with exit code 255" in said
+    assert "error: host broken cannot be reached" in errors and "`ssh broken true` must need no password" in errors
 
 
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(tmp_path: Path) -> None:
@@ -286,6 +287,8 @@ def test_what_a_launcher_has_started_is_the_cluster_unless_the_settings_say(monk
         assert "MESHLOOM_CONTROLLER" not in os.environ
         given = with_launched_cluster(train_settings("cluster.nodes=1", "cluster.devices_per_node=8"))
         assert (given.cluster.nodes, given.cluster.devices_per_node) == (1, 8)
+        named = with_launched_cluster(train_settings("cluster.node_names=[gpu-a,gpu-b]"))
+        assert (named.cluster.nodes, named.cluster.node_names) == (2, ("gpu-a", "gpu-b"))
         mapped = with_launched_cluster(train_settings("placement.map=map.yaml"))
         assert (mapped.cluster.nodes, mapped.cluster.devices_per_node) == (1, 4)
         assert mapped.provenance.of("cluster.devices_per_node") == "torchrun"

@@ -20,7 +20,7 @@ def with_launched_cluster(settings: TrainSettings) -> TrainSettings:
     values: dict[str, int] = {}
     if settings.cluster.devices_per_node is None and len(set(found.nodes)) == 1:
         values["cluster.devices_per_node"] = found.nodes[0]
-    says_nodes = settings.provenance.of("cluster.nodes") != "default" or bool(settings.cluster.node_names)
+    says_nodes = settings.provenance.of("cluster.nodes") != "default"
     if not says_nodes and settings.placement.map is None:
         values["cluster.nodes"] = len(found.nodes)
     return with_values(settings, values, found.kind) if values else settings
