@@ -94,7 +94,7 @@ def test_a_node_that_is_not_there_is_told_by_every_task(tmp_path: Path) -> None:
     found = outputs(tasks_of_srun(tmp_path, "!localhost=1,gpu7=1", "sum"))
     assert [code for code, _, _ in found] == [2, 2], found
     for _, _, errors in found:
-        assert errors.count("node gpu7 of the device map is not among the hosts of this run") == 1
+        assert errors.count("node gpu7 is not among the hosts of this run") == 1
         assert "localhost, localhost2" in errors
 
 
@@ -243,7 +243,7 @@ def test_nodes_are_matched_by_name_or_by_order() -> None:
     hosts = ["gpu1.cluster.local", "gpu2.cluster.local"]
     assert match_nodes(nodes("gpu2", "gpu1.cluster.local"), hosts, named=True) == [1, 0]
     assert match_nodes(nodes("node1", "node2"), hosts, named=False) == [0, 1]
-    with pytest.raises(UserError, match="gpu3 of the device map is not among"):
+    with pytest.raises(UserError, match="gpu3 is not among"):
         match_nodes(nodes("gpu1", "gpu3"), hosts, named=True)
     with pytest.raises(UserError, match="3 nodes, but the run was started on 2"):
         match_nodes(nodes("gpu1", "gpu2", "gpu3"), hosts, named=True)

@@ -116,10 +116,10 @@ def match_nodes(planned: Sequence[PlannedNode], hosts: Sequence[str], *, named: 
         if len(found) != 1:
             what = "is not among the hosts of this run" if not found else "is the name of several hosts of this run"
             raise UserError(
-                f"node {node.name} of the device map {what}",
-                where="cluster.node_names",
+                f"node {node.name} {what}",
+                where="cluster.node_names, or the names in the device map",
                 why=f"hosts: {shown}",
-                fix=f"name these in the device map, or set MESHLOOM_NODE={node.name} on the host that is meant",
+                fix=f"name these, or set MESHLOOM_NODE={node.name} on the host that is meant",
             )
         order.append(found[0])
     return order

@@ -127,8 +127,8 @@ class RaySite(Site):
         found = [address for name, address in names.items() if node.name in (name, name.partition(".")[0], address)]
         if len(found) != 1:
             raise UserError(
-                f"node {node.name} of the device map is no machine of the Ray cluster",
-                where="cluster.node_names",
+                f"node {node.name} is no machine of the Ray cluster",
+                where="cluster.node_names, or the names in the device map",
                 why=f"machines: {', '.join(names)}",
                 fix="name these, or leave the names out and let Ray choose",
             )
