@@ -90,8 +90,8 @@ def get_trainer_config(
 
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
-        if size < 1:
-            raise UserError(f"{name} is {size}", where="get_trainer_config", fix="give 1 or more")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise UserError(f"{name} is {size!r}", where="get_trainer_config", fix="give a whole number, 1 or more")
 
 
 def _devices_of_a_node(devices: int, nodes: int) -> int:

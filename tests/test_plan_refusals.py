@@ -157,12 +157,14 @@ def test_random_runs_that_do_not_fit_are_refused_with_changes_that_are_accepted(
     assert 4 < refused < 16
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Moonlight-16B-A3B", "Mixtral-8x7B-v0.1", "Qwen2.5-7B", "gemma-3-4b"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-30B-A3B", "Moonlight-16B-A3B", "Mixtral-8x7B-v0.1", "Qwen2.5-7B", "gemma-3-4b"]
+)
 def test_one_device_holds_what_the_ledger_of_many_says_of_one(models: Models, name: str) -> None:
     """Experts and latent attention used to be counted on one device as if their layers were Llama's: activations by half."""
     given = ("device=cuda", "model.gradient_checkpointing=false", f"device_memory_bytes={2**42}")
     found = models.plan(name, *given)
     assert found.outlook is not None
     held = {holding.name: holding.bytes for holding in found.outlook.groups[0].ledger.holdings}
-    for line, holding in (("activations", "activations"), ("key-value cache", "key-value cache"), ("weights", "weights")):
-        assert found.value(line) == held[holding]
+    for line in ("weights", "activations", "key-value cache"):
+        assert found.value(line) == held[line]

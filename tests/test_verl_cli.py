@@ -319,6 +319,7 @@ def test_a_few_sizes_are_settings_too() -> None:
     ("sizes", "said"),
     [
         ({"dp_size": 0}, "dp_size is 0"),
+        ({"dp_size": "2"}, "dp_size is '2'"),
         ({"dp_size": 3, "nodes": 2}, "2 or 4"),
         ({"mixed_precision": "fp16"}, "use one of bf16"),
         ({"overrides": ["lr=1"]}, "did you mean optimizer.lr"),
