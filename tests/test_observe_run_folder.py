@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -225,6 +226,19 @@ def test_a_run_that_fails_is_noted_with_the_last_step_that_has_records(tmp_path)
         raise OSError("a worker")
     status = read_status(tmp_path)
     assert (status["state"], status["step"], status["steps"]) == (RunState.FAILED, 2, 9)
+
+
+def test_a_record_that_cannot_be_written_names_its_file(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunFolder.create(tmp_path) as run:
+        record = {"step": 1, "kind": "train", "time": 0.0, "phases": {}, "metrics": {}}
+        run.log_metrics(record)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size, hard))
+        try:
+            with pytest.raises(OSError, match=r"metrics\.jsonl"):
+                run.log_metrics(record)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_status_that_was_set_stands_against_a_later_exception(tmp_path):

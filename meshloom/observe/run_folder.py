@@ -267,13 +267,18 @@ class _Lines:
         self._file: Any = None
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write records. An error of the system, such as a full disk, has the file's name."""
         if self._file is None:
             _drop_unfinished(self._path)
             self._file = self._path.open("ab", buffering=0)
         # One unbuffered write a step: after it, the records outlive this process.
         data = memoryview(b"".join(encode(record) for record in records))
-        while data:
-            data = data[self._file.write(data) :]
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
     def sync(self) -> None:
         if self._file is not None:
