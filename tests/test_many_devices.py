@@ -91,10 +91,14 @@ def assert_like(one: Path, other: Path, *, atol: float = 1e-5, only_last: bool =
             torch.testing.assert_close(others[name], tensor, rtol=1e-4, atol=atol)
 
 
-def test_two_devices_that_share_everything_do_what_one_does(inputs: Path, alone: Path, tmp_path: Path) -> None:
+def test_two_devices_that_share_everything_do_what_one_does(
+    inputs: Path, alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights sharded, an engine on each device; the checkpoint is of the same form, and each rank's memory is known."""
     settings = train_settings(inputs, tmp_path / "two", *BRIEF, "cluster.devices_per_node=2")
     assert run_training(settings, resume=False) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"starting 2 workers; what they print: {tmp_path / 'two' / 'logs'}"
     assert_like(alone, tmp_path / "two")
     metrics = read_metrics(tmp_path / "two")[-1]["metrics"]
     assert metrics["peak_memory_bytes"] == max(metrics[f"peak_memory_bytes/rank{rank}"] for rank in (0, 1)) > 2**20

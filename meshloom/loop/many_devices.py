@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from meshloom.config.errors import RunFault, UserError
 from meshloom.config.settings import KlPlace, TrainSettings
@@ -136,6 +137,9 @@ def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
     logs = run_dir / LOGS_FOLDER
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     roles = {rank: _roles_text(layout, rank) for rank in range(topology.num_devices)}
+    count, on = topology.num_devices, f" on {topology.num_nodes} nodes" if topology.num_nodes > 1 else ""
+    starting = f"starting {count} {'worker' if count == 1 else 'workers'}{on}; what they print: {logs}"
+    Console().print(starting, markup=False, highlight=False, soft_wrap=True)
     try:
         with (
             open_site(
