@@ -142,6 +142,18 @@ def test_a_killed_worker_ends_the_run_by_name_and_the_run_goes_on_on_one_device(
     assert_like(tmp_path / "whole", tmp_path / "run", only_last=True)
 
 
+def test_ctrl_c_as_workers_start_leaves_nothing(inputs: Path, tmp_path: Path) -> None:
+    settings, output = train_settings(inputs, tmp_path / "run", "cluster.devices_per_node=2"), tmp_path / "out"
+    process = start(command(settings), output)
+    assert wait_until(lambda: (tmp_path / "run" / "logs").exists(), process), output.read_text()
+    children = psutil.Process(process.pid).children(recursive=True)
+    psutil.Process(process.pid).send_signal(signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130, output.read_text()
+    assert not (tmp_path / "run").exists()
+    assert not any(map(lives, children))
+
+
 @pytest.mark.slow
 def test_ctrl_c_finishes_the_step_and_saves(inputs: Path, tmp_path: Path) -> None:
     settings, output = train_settings(inputs, tmp_path / "run", "batch.steps=400", *LAYOUTS["split"]), tmp_path / "out"

@@ -130,7 +130,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
 
 @contextmanager
 def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
-    """The workers of a run, one a device; their logs are in the run folder, and leave with what is found before the run."""
+    """The workers of a run, one a device; their logs are in the run folder, and leave with what ends it before it begins."""
     topology = layout.topology
     nodes = _nodes(settings, layout)
     run_dir = Path(settings.run_dir)
@@ -151,7 +151,7 @@ def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
             Workers(_HOST, site=site, logs=logs, roles=roles) as workers,
         ):
             yield workers
-    except UserError as error:
+    except (UserError, KeyboardInterrupt) as error:
         if not isinstance(error, RunFault) and not (run_dir / SETTINGS_FILE).exists():
             shutil.rmtree(logs, ignore_errors=True)
             for folder in made:
