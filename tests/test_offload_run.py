@@ -154,6 +154,11 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     )
     stay = Stay(role="reference", part=Part.PARAMETERS, phases=(Phase.LOGPROB,), otherwise=Residency.DISK)
     check_room(tmp_path / "new" / "folder", [stay], {"reference": model})
+    needed = sum(parameter.nbytes for parameter in model.module.parameters())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 2 * needed}))
+    check_room(tmp_path / "new" / "folder", [stay], {"reference": model}, {"reference": 2})
+    with pytest.raises(UserError, match="no room for what goes to disk"):
+        check_room(tmp_path / "new" / "folder", [stay], {"reference": model}, {"reference": 3})
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(UserError, match="no room for what goes to disk"):
         check_room(tmp_path / "new" / "folder", [stay], {"reference": model})

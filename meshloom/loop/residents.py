@@ -16,9 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from torch import Tensor
+
 from meshloom.config.environment import offload_folder
 from meshloom.config.errors import UserError
 from meshloom.config.settings import TrainSettings
+from meshloom.observe.format import bytes_text
 from meshloom.observe.memory import memory_now
 from meshloom.plan.residency import Phase, Residency
 from meshloom.plan.stays import Part, Stay
@@ -168,27 +171,30 @@ def folder_of(settings: TrainSettings) -> Path:
     return Path(shared) / f"meshloom-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]}"
 
 
-def check_room(folder: Path, planned: Sequence[Stay], models: Mapping[str, TrainedModel]) -> None:
+def check_room(
+    folder: Path, planned: Sequence[Stay], models: Mapping[str, TrainedModel], ranks: Mapping[str, int] | None = None
+) -> None:
     """Do nothing if a disk has room for what goes to it.
 
     Args:
         folder: of the run, which need not be there yet.
         planned: every part that the plan knows of.
         models: by role.
+        ranks: by role, how many of this machine have a part like this one of it, and write to the same disk. Default: one.
 
     Raises:
         UserError: if there is too little, before anything is written.
     """
     needed = sum(
-        _bytes_of(models[stay.role], stay.part)
+        _bytes_of(models[stay.role], stay.part) * (1 if ranks is None else ranks[stay.role])
         for stay in planned
         if stay.moves and stay.otherwise is Residency.DISK and stay.role in models
     )
     if needed and (free := shutil.disk_usage(_nearest(folder)).free) < needed:
         raise UserError(
-            f"there is no room for what goes to disk: {needed / 2**30:,.2f} GiB",
+            f"there is no room for what goes to disk: {bytes_text(needed)}",
             where=f"offload.folder: {folder}",
-            why=f"{free / 2**30:,.2f} GiB are free there",
+            why=f"{bytes_text(free)} are free there",
             fix="another offload.folder, or the host's memory (offload.ROLE.parameters=host)",
         )
 
@@ -200,8 +206,17 @@ def _nearest(folder: Path) -> Path:
 
 def _bytes_of(model: TrainedModel, part: Part) -> int:
     if part is Part.PARAMETERS:
-        return sum(parameter.nbytes for parameter in model.module.parameters())
+        return sum(_own_bytes(parameter) for parameter in model.module.parameters())
     if model.optimizer is None:
         return 0
     masters = model.optimizer.masters.items()
-    return sum((2 if model.optimizer.parameters[name] is master else 3) * master.nbytes for name, master in masters)
+    return sum(
+        (2 if model.optimizer.parameters[name] is master else 3) * _own_bytes(master) for name, master in masters
+    )
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    """Bytes that this rank has of a tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes

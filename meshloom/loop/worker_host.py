@@ -24,7 +24,7 @@ from meshloom.fabric.seats import Seat
 from meshloom.fabric.verbs import emit, verb
 from meshloom.loop.build import decoder, set_end_tokens
 from meshloom.loop.movers import WeightMover
-from meshloom.loop.residents import Residents, folder_of
+from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.observe.peaks import PhaseMemory
 from meshloom.observe.timing import peak_memory
 from meshloom.plan.layout import Layout, RoleLayout
@@ -158,10 +158,12 @@ class WorkerHost:
         nodes = [rank // layout.topology.devices_per_node for rank in range(layout.topology.num_devices)]
         self._mover = WeightMover(self._models.get(Role.ACTOR), self._copy, *ranks, self.device, nodes)
         models = {str(role): model for role, model in self._models.items()}
+        planned, folder = stays(settings, layout), folder_of(settings)
+        check_room(folder, planned, models, {str(role): self._ranks_here(role) for role in self._models})
         self._residents = Residents(
-            stays(settings, layout),
+            planned,
             models,
-            folder=folder_of(settings),
+            folder=folder,
             log=self._note_memory,
             rank=self.seat.rank,
         )
@@ -170,6 +172,11 @@ class WorkerHost:
         """A role's layout, if it is on this device."""
         found = self.layout.role(role)
         return found if found is not None and found.devices.rank_of(self.seat.rank) is not None else None
+
+    def _ranks_here(self, role: Role) -> int:
+        """How many ranks of this node have a part of a role."""
+        of_node = self.layout.topology.devices_per_node
+        return sum(rank // of_node == self.seat.rank // of_node for rank in ranks_of(self.layout.role(role)))
 
     def _mesh(self, role: Role) -> TrainMesh | None:
         """A model's mesh, if it is on this device."""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshloom.config.errors import UserError
@@ -139,6 +138,8 @@ def check_logits(model: PreTrainedModel, theirs: Tensor, ours: Tensor) -> None:
 
 def _no_numbers(model: PreTrainedModel) -> UserError:
     """What to say of logits that are NaN or infinite: the first weight of this rank that is, if one is."""
+    from torch.distributed.tensor import DTensor
+
     parts = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in model.named_parameters())
     found = next((name for name, part in parts if not bool(part.isfinite().all())), None)
     what = "the model gives logits that are NaN or infinite"
