@@ -166,11 +166,14 @@ def test_ctrl_c_ends_with_130(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "meshloom", "train", "slow.yaml"], stderr=subprocess.PIPE, text=True
     )
-    writer = os.open(folder / "slow.yaml", os.O_WRONLY)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    os.close(writer)
+    try:
+        writer = os.open(folder / "slow.yaml", os.O_WRONLY)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        os.close(writer)
+    finally:
+        process.kill()
     assert (process.returncode, errors) == (130, "stopped\n")
 
 
