@@ -255,8 +255,14 @@ def test_generation_that_runs_ahead_gets_devices_of_its_own(tmp_path: Path) -> N
     assert all(0 <= share < 1 for one in ranking.ranked for share in one.waits.values())
 
 
+def test_what_fits_but_for_an_engine_that_is_asleep_is_refused(tmp_path: Path) -> None:
+    """The search used to end with an AssertionError."""
+    path = public(tmp_path, "Llama-3.1-8B")
+    require_accepted(auto(path, "cluster.devices_per_node=4", "cluster.device=a100-40gb"))
+
+
 def test_a_run_that_begins_chooses_only_what_is_carried_out(tmp_path: Path) -> None:
-    path, four = public(tmp_path, "Qwen2.5-7B"), ["cluster.devices_per_node=4", "cluster.device=a100-40gb"]
+    path, four = public(tmp_path, "Qwen2.5-7B"), ["cluster.devices_per_node=4", "cluster.device=h100"]
     settings = settings_of(path, "placement=auto", *four)
     whole, ours = choose(settings), choose(settings, to_run=True)
     assert whole.ranked[0].planned_only and [warning.code for warning in whole.warnings] == ["X003"]

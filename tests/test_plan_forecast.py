@@ -195,7 +195,7 @@ def test_a_critic_has_a_head_of_one_output_and_its_own_update() -> None:
 def test_offload_is_counted_in_memory_and_time() -> None:
     given = ("offload.actor.optimizer=host", "offload.actor.parameters=host", *EIGHT)
     here, away = over("Qwen2.5-7B", *EIGHT), over("Qwen2.5-7B", *given)
-    state = sum(holdings(here)[f"actor: {name}"] for name in ("weights", "float32 masters", "optimizer moments"))
+    state = sum(holdings(here)[f"actor: {name}"] for name in ("weights", "optimizer moments"))
     before, after = (found.groups[0].ledger.held(Phase.GENERATE) for found in (here, away))
     caches = [holdings(found)["rollout: key-value cache"] for found in (here, away)]
     assert after - before == caches[1] - caches[0] - state
@@ -205,7 +205,7 @@ def test_offload_is_counted_in_memory_and_time() -> None:
 
 
 def test_seventy_billion_on_eight_devices_of_eighty_gigabytes() -> None:
-    """18 bytes a parameter and shards of eight: no room without offload; with it there is."""
+    """16 bytes a parameter and shards of eight: no room without offload; with it there is."""
     given = (
         *EIGHT,
         "parallel.rollout.tensor=8",

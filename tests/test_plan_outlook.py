@@ -170,7 +170,8 @@ def test_the_cheapest_change_comes_first_with_its_price(tmp_path: Path) -> None:
 
 def test_changes_are_joined_where_each_helps_another_phase(tmp_path: Path) -> None:
     """A smaller microbatch used to be passed over as long as another phase lacked more."""
-    given = (EIGHT, "cluster.nodes=64", "cluster.device=l4", "parallel.actor.pipeline=8", "batch.prompts_per_step=512")
+    given = (EIGHT, "cluster.nodes=64", "cluster.device=rtx-4090", "parallel.actor.pipeline=8")
+    given = (*given, "batch.prompts_per_step=512")
     (problem,) = plan(public(tmp_path, "Llama-3.1-70B"), *given).problems
     joined = {change.partition("=")[0] for change in problem.suggestions[0]}
     assert {"batch.tokens_per_microbatch", "parallel.rollout.tensor"} <= joined
@@ -200,7 +201,7 @@ def test_the_kind_is_an_option_and_the_report_and_json_have_the_ledgers(
     assert main([*given, "--devices-per-node", "8", "--device-kind", "h200", "-v"]) == 0
     out = capsys.readouterr().out
     assert "memory of each of 0-7 (actor, rollout)" in out
-    assert "= 7,615,616,512 ÷ 8 (shards) × 4; in every phase" in out
+    assert "= 7,615,616,512 ÷ 8 (shards) × 4, float32; in every phase" in out
     assert "989 TFLOP/s  H200, by its maker" in out
     assert main([*given, "--device-kind", "h100", "--json"]) == 2
     data = json.loads(capsys.readouterr().out)

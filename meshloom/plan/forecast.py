@@ -193,6 +193,7 @@ def count_roles(
     """
     engine = engine_role(settings, layout, model)
     lent = engine is not None and not engine.own_weights
+    apart = engine is not None and engine.apart
     models: dict[Role, ModelRole] = {
         found.role: model_role(
             settings,
@@ -201,6 +202,8 @@ def count_roles(
             recompute=recompute,
             adapters=adapters,
             lends_to_engine=lent and found.role == Role.ACTOR,
+            over_ranks=layout.topology.num_devices > 1,
+            apart=apart,
         )
         for found in layout.roles
         if found.role not in (Role.ROLLOUT, Role.REWARD)

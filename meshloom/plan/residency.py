@@ -52,6 +52,8 @@ class ModelRole:
         chunk_bytes: bound on logits and their gradient at once.
         logit_bytes: of a logit with its gradient.
         gathered_whole: keep all layers gathered from forward to backward.
+        over_ranks: whether it is one of a run over several devices, and so a model on a mesh even where it has one device.
+        apart: whether the engines that it sends its weights to are on other devices.
         parameters_at: where weights are while they are not needed.
         optimizer_at: where masters and moments are between updates.
     """
@@ -70,12 +72,19 @@ class ModelRole:
     chunk_bytes: int
     logit_bytes: int
     gathered_whole: bool = False
+    over_ranks: bool = False
+    apart: bool = False
     parameters_at: Residency = Residency.DEVICE
     optimizer_at: Residency = Residency.DEVICE
 
     @property
     def is_trained(self) -> bool:
         return Phase.UPDATE in self.computes
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether it is a model on a mesh (``train.mesh_model``), whose parameters are shards."""
+        return self.over_ranks or self.cut.devices > 1
 
     @property
     def needs_weights(self) -> tuple[Phase, ...]:
@@ -103,6 +112,8 @@ class EngineRole:
         cache_bound: where that bound comes from, in words.
         fills_cache: whether it takes the bound whole, whatever the sequences need.
         keeps_logits: whether a decode step's logits are whole, in float32.
+        over_ranks: whether it is one of a run over several devices, which gets its weights by exchange.
+        apart: whether the model whose weights it gets is on other devices.
     """
 
     name: str = "rollout"
@@ -117,6 +128,8 @@ class EngineRole:
     cache_bound: str = "as given"
     fills_cache: bool = False
     keeps_logits: bool = True
+    over_ranks: bool = False
+    apart: bool = False
 
     @property
     def longest_sample_bytes(self) -> int:

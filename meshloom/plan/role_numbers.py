@@ -9,7 +9,7 @@ from dataclasses import replace
 from meshloom.config.cluster_settings import RoleOffloadSettings
 from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.plan.compute import compiles, logits_chunk_bytes
-from meshloom.plan.layout import Layout, RoleLayout
+from meshloom.plan.layout import Layout, RoleLayout, share_devices
 from meshloom.plan.ledger import longest_sample_tokens, most_computed_tokens, most_microbatches, samples_per_update
 from meshloom.plan.memory import compute_bytes, on_gpu
 from meshloom.plan.parameters import DecoderNumbers
@@ -59,6 +59,8 @@ def model_role(
     recompute: bool,
     adapters: int | None = None,
     lends_to_engine: bool = False,
+    over_ranks: bool = False,
+    apart: bool = False,
 ) -> ModelRole:
     """A role that computes with a model.
 
@@ -69,6 +71,8 @@ def model_role(
         recompute: whether layers are recomputed in the backward pass.
         adapters: parameters of its adapters; none where all are trained.
         lends_to_engine: whether the engine samples from its very weights.
+        over_ranks: whether the run is over several devices.
+        apart: whether the engines are on devices of their own.
     """
     gpu, width = on_gpu(settings.device), compute_bytes(settings.model.dtype, settings.device)
     phases = [Phase(phase) for phase in PHASES[found.role]]
@@ -102,6 +106,8 @@ def model_role(
         compiled=compiles(settings.model, gpu=gpu),
         chunk_bytes=logits_chunk_bytes(settings.model, gpu=gpu),
         logit_bytes=FLOAT32 + (width if gpu and width < FLOAT32 else 0),
+        over_ranks=over_ranks,
+        apart=apart,
         parameters_at=PLACES[offload.parameters],
         optimizer_at=PLACES[offload.optimizer],
     )
@@ -121,18 +127,22 @@ def engine_role(settings: TrainSettings, layout: Layout, model: DecoderNumbers) 
     rollout, gpu, vllm = settings.rollout, on_gpu(settings.device), settings.rollout.engine == "vllm"
     tensor, longest = found.mesh.size("tp"), longest_sample_tokens(settings)
     samples = ceil_div(settings.batch.prompts_per_step, found.replicas) * settings.batch.samples_per_prompt
+    apart = not share_devices(found, layout.role(Role.ACTOR))
     return EngineRole(
         name=str(Role.ROLLOUT),
         model=model if vllm else model.with_whole_cache(),
         tensor=tensor,
         width=compute_bytes(settings.model.dtype, settings.device),
         own_weights=engine_owns_weights(settings, layout),
-        sleeps=rollout.vllm.sleep or not vllm,
+        # The embedded engine makes room for training where that is on the same devices, and nowhere else.
+        sleeps=rollout.vllm.sleep if vllm else not apart,
         sequences=min(rollout.max_sequences, samples),
         slot_tokens=longest if vllm or not gpu else (ceil_div(longest, _PAGE) + 1) * _PAGE,
         cache_bytes=rollout.kv_cache_bytes,
         fills_cache=vllm,
         keeps_logits=gpu and not vllm,
+        over_ranks=layout.topology.num_devices > 1,
+        apart=apart,
     )
 
 

@@ -4,9 +4,12 @@ Owns: bytes of weights, gathered layers, gradients, optimizer, activations, log-
 cut; peak and margin of each phase; what offload moves. Refuses to know: settings, which devices they are. Always holds: with
 all degrees one it says what ``plan.memory`` says of one device; what is an estimate says so.
 
-Weights are held in the model's arithmetic, masters, moments and gradients in float32, all of them sharded alike. Where there
-are shards, a layer and the next are gathered while one is computed, and tables and last norm throughout; a layer's gradient
-is whole in the model's arithmetic and in float32 until it is summed. Where there are stages, a stage keeps activations of as
+On one device that is the whole run, weights are held in the model's arithmetic, masters, moments and gradients in float32. A
+model on a mesh (``train.mesh_model``) holds what is trained in float32 alone, its own masters, and what is not in its
+arithmetic, all of them sharded alike; a layer and the next are gathered in its arithmetic while one is computed, and tables and
+last norm throughout; a layer's gradient is whole in the model's arithmetic and in float32 until it is summed, that of tables
+from the head's backward pass to the end. Engines then have a copy of their own (``weights.engine_copy``), without memory while
+others train on their devices. Where there are stages, a stage keeps activations of as
 many microbatches as there are stages from it on (one forward, one backward: Narayanan et al. 2021, arXiv:2104.04473). Roles
 that compute in one phase on one device take turns: of what lives only while they compute, the largest counts.
 """
@@ -23,8 +26,12 @@ from meshloom.plan.shards import Cut, Part, cached_values, ceil_div, part_of
 FLOAT32 = 4
 COMMUNICATOR_BYTES = 256 * 2**20
 """Buffers of a process group, an estimate."""
-MOVEMENT_BYTES = 512 * 2**20
-"""A bucket of weights on its way to an engine, gathered and in flight: an estimate."""
+BUCKET_BYTES = 1 << 27
+"""That a device sends, or receives, at once of weights on their way (``weights.reshard``)."""
+_SLOTS = 2
+"""Buckets of each direction that are in flight."""
+MOVEMENT_BYTES = 2 * _SLOTS * BUCKET_BYTES
+"""Weights on their way to an engine that may send and receive: an estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +135,7 @@ def model_holdings(role: ModelRole, stage: int = 0) -> tuple[Holding, ...]:
     found = [*_weights(role, part), *_gathered(role, part)]
     for phase in role.computes:
         found += _computing(role, part, phase, stage)
+    found += _sent(role, part)
     return (*found, *_communication(role.name, role.cut))
 
 
@@ -137,12 +145,11 @@ def engine_holdings(role: EngineRole) -> tuple[Holding, ...]:
     awake = (Phase.GENERATE,) if role.sleeps else EVERY
     found: list[Holding] = []
     if role.own_weights:
-        part = part_of(role.model, Cut(tensor=role.tensor), compiled=True)
+        part = part_of(role.model, Cut(tensor=role.tensor), compiled=True, of_engine=True)
         phases = (Phase.GENERATE, Phase.SYNC) if role.sleeps else EVERY
         formula = f"a copy of the weights: parameters{_by(tensor=role.tensor)} × {role.width}"
         found.append(_held(role, "engine's weights", part.parameters * role.width, formula, *phases))
-        formula = "estimate: a bucket of weights, gathered and in flight"
-        found.append(_held(role, "weights in movement", MOVEMENT_BYTES, formula, Phase.SYNC, fleeting=True))
+        found.append(_received(role, part.parameters * role.width))
     per_token = cached_values(role.model, role.tensor) * role.width
     wanted = role.sequences * role.slot_tokens * per_token
     formula = f"{role.sequences} sequences at once × {role.slot_tokens} tokens × {per_token}"
@@ -191,8 +198,11 @@ def _stretches(phases: tuple[Phase, ...]) -> list[list[Phase]]:
 def _weights(role: ModelRole, part: Part) -> Iterator[Holding]:
     """Weights, and what training keeps beside them."""
     by = _by(stages=role.cut.pipeline, tensor=role.cut.tensor, shards=role.cut.shards)
-    formula = f"parameters{by} × {role.width}"
-    yield _held(role, "weights", part.sharded * role.width, formula, *role.needs_weights, at=role.parameters_at)
+    all_trained = role.is_trained and role.trained is None
+    own_masters = role.on_mesh and all_trained and role.width < FLOAT32
+    width = FLOAT32 if own_masters else role.width
+    formula = f"parameters{by} × {width}" + (", float32" if own_masters else "")
+    yield _held(role, "weights", part.sharded * width, formula, *role.needs_weights, at=role.parameters_at)
     if not role.is_trained:
         return
     trained, of = part.sharded, "parameters"
@@ -201,12 +211,14 @@ def _weights(role: ModelRole, part: Part) -> Iterator[Holding]:
             ceil_div(role.trained, role.cut.pipeline * role.cut.tensor * role.cut.shards),
             "trained parameters",
         )
-        formula = f"{of}{by} × {role.width}"
-        yield _held(role, "adapter weights", trained * role.width, formula, *role.needs_weights, at=role.parameters_at)
+        width = FLOAT32 if role.on_mesh else role.width
+        formula = f"{of}{by} × {width}"
+        yield _held(role, "adapter weights", trained * width, formula, *role.needs_weights, at=role.parameters_at)
     kept = EVERY if role.optimizer_at is Residency.DEVICE else (Phase.UPDATE,)
-    masters = 0 if role.width == FLOAT32 else trained * FLOAT32
-    formula = f"{of}{by} × {FLOAT32}" if masters else "the weights are float32 themselves"
-    yield _held(role, "float32 masters", masters, formula, *kept, at=role.optimizer_at)
+    if not role.on_mesh:
+        masters = 0 if role.width == FLOAT32 else trained * FLOAT32
+        formula = f"{of}{by} × {FLOAT32}" if masters else "the weights are float32 themselves"
+        yield _held(role, "float32 masters", masters, formula, *kept, at=role.optimizer_at)
     formula = f"{of}{by} × 2 × {FLOAT32}"
     yield _held(role, "optimizer moments", 2 * trained * FLOAT32, formula, *kept, at=role.optimizer_at)
     formula = f"{of}{by} × {FLOAT32}, float32"
@@ -215,20 +227,48 @@ def _weights(role: ModelRole, part: Part) -> Iterator[Holding]:
 
 def _gathered(role: ModelRole, part: Part) -> Iterator[Holding]:
     """What is whole for a while of what is sharded."""
-    if role.cut.shards == 1:
+    if not role.on_mesh:
         return
     if role.gathered_whole:
         count, formula = part.parameters, f"parameters of the device × {role.width}"
     else:
-        ahead = min(2, part.layers)
+        # Without other shards nothing is fetched ahead, but layers are rounded into memory of their own all the same.
+        ahead = min(2 if role.cut.shards > 1 else 1, part.layers)
         count = part.root + ahead * part.largest_layer
         formula = f"(tables and last norm + {ahead} × the largest layer) × {role.width}"
-    yield _held(role, "gathered layers", count * role.width, formula, *role.computes, fleeting=True)
+    # After a movement the model is asked for a few tokens, to prove it.
+    phases = (*role.computes, *(phase for phase in role.lends if phase is Phase.SYNC))
+    yield _held(role, "gathered layers", count * role.width, formula, *phases, fleeting=True)
     if role.is_trained and role.trained is None:
-        each = role.width + FLOAT32
-        count = max(part.root, part.largest_layer)
-        formula = f"estimate: the largest of layers and tables × ({role.width} + {FLOAT32}), until it is summed"
-        yield _held(role, "gathered gradients", count * each, formula, Phase.UPDATE, fleeting=True)
+        # Summed over one rank it is whole three times: as it is given, divided, and as the shard.
+        each = role.width + FLOAT32 if role.cut.shards > 1 else 3 * FLOAT32
+        count = max(part.root * each, part.root * role.width + part.largest_layer * each)
+        formula = (
+            f"estimate: tables × {role.width} + the largest layer × {each}, or tables × {each}, until they are summed"
+        )
+        yield _held(role, "gathered gradients", count, formula, Phase.UPDATE, fleeting=True)
+
+
+def _sent(role: ModelRole, part: Part) -> Iterator[Holding]:
+    """Buffers from which weights are sent; where engines are on the same devices they are gone after each movement."""
+    if role.on_mesh and Phase.SYNC in role.lends:
+        count = _SLOTS * min(BUCKET_BYTES, part.sharded * role.width)
+        formula = f"{_SLOTS} buckets that are sent, of {BUCKET_BYTES // 2**20} MiB at most"
+        phases = EVERY if role.apart else (Phase.SYNC,)
+        yield _held(role, "weights in movement", count, formula, *phases, fleeting=not role.apart)
+
+
+def _received(role: EngineRole, weights: int) -> Holding:
+    """The same of an engine with ``weights`` bytes; on devices that train it counts both directions."""
+    name, bucket = "weights in movement", min(BUCKET_BYTES, weights)
+    if role.apart:
+        formula = f"{_SLOTS} buckets that are received, of {BUCKET_BYTES // 2**20} MiB at most"
+        return _held(role, name, _SLOTS * bucket, formula, *EVERY)
+    if role.over_ranks:
+        formula = f"2 × {_SLOTS} buckets, sent and received, of {BUCKET_BYTES // 2**20} MiB at most"
+        return _held(role, name, 2 * _SLOTS * bucket, formula, Phase.SYNC, fleeting=True)
+    formula = "estimate: a bucket of weights, gathered and in flight"
+    return _held(role, name, MOVEMENT_BYTES, formula, Phase.SYNC, fleeting=True)
 
 
 def _computing(role: ModelRole, part: Part, phase: Phase, stage: int) -> Iterator[Holding]:

@@ -6,8 +6,9 @@ copies of replicas, of what tensor parallelism does not divide, and of a tied ta
 
 Pipeline stages take neighbouring layers, the first ones one more where they do not come out even; the first has the
 embedding, the last the norm and the head. Tensor parallelism divides attention, MLP, experts and tables; norms and routers
-are whole. What is left is sharded over ``fsdp`` and ``sequence`` together: devices that share a sequence need the same
-weights.
+are whole, and in a model that is trained or asked also tables whose rows do not divide, and keys and values with fewer heads
+than devices (``train.tensor_parallel``). What is left is sharded over ``fsdp`` and ``sequence`` together: devices that share a
+sequence need the same weights.
 """
 
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def stage_layers(num_layers: int, stages: int, stage: int) -> range:
 
 
 @lru_cache(maxsize=4096)
-def part_of(model: DecoderNumbers, cut: Cut, *, compiled: bool, stage: int = 0) -> Part:
+def part_of(model: DecoderNumbers, cut: Cut, *, compiled: bool, stage: int = 0, of_engine: bool = False) -> Part:
     """What a device of a stage has.
 
     Args:
@@ -91,16 +92,19 @@ def part_of(model: DecoderNumbers, cut: Cut, *, compiled: bool, stage: int = 0) 
         cut: of the model.
         compiled: whether its layers are compiled, which keeps fewer activations.
         stage: of the pipeline.
+        of_engine: whether an engine samples with it, which pads tables and copies single heads.
     """
     first, last = stage == 0, stage == cut.pipeline - 1
     stretch = stage_layers(len(model.layers), cut.pipeline, stage)
     layers = model.layers.between(stretch.start, stretch.stop)
     needs_table = first or (last and model.tied)
     tables = (model.embedding if needs_table else 0) + (model.head if last else 0)
-    root = ceil_div(tables, cut.tensor) + (model.final_norm if last else 0)
+    over_tables = cut.tensor if of_engine or model.embedding // model.hidden % cut.tensor == 0 else 1
+    root = ceil_div(tables, over_tables) + (model.final_norm if last else 0)
+    whole_keys = 0 if of_engine else _whole_keys(model, cut.tensor)
 
     def size(layer: Layer) -> int:
-        return ceil_div(layer.cut_by_tensor, cut.tensor) + layer.norms + layer.router
+        return ceil_div(layer.cut_by_tensor - whole_keys, cut.tensor) + whole_keys + layer.norms + layer.router
 
     def width(layer: Layer) -> int:
         return values_per_token(model, layer, cut.tensor, compiled=compiled)
@@ -116,8 +120,15 @@ def part_of(model: DecoderNumbers, cut: Cut, *, compiled: bool, stage: int = 0) 
         layer_values=max((width(layer) for layer, _ in layers.runs), default=0),
         layer_gradients=max((gradients_per_token(model, layer, cut.tensor) for layer, _ in layers.runs), default=0),
         kept_values=layers.sum(width),
-        vocabulary=ceil_div(model.vocabulary, cut.tensor) if last else 0,
+        vocabulary=ceil_div(model.vocabulary, over_tables) if last else 0,
     )
+
+
+def _whole_keys(model: DecoderNumbers, tensor: int) -> int:
+    """Parameters of a layer's keys and values where each device has all of them, as its heads do not divide; biases apart. A
+    latent vector has no heads."""
+    has_heads = model.cached == 2 * model.key_value_width
+    return 2 * model.hidden * model.key_value_width if has_heads and model.num_key_value_heads % tensor else 0
 
 
 def gradients_per_token(model: DecoderNumbers, layer: Layer, tensor: int) -> int:

@@ -140,7 +140,7 @@ class Scales:
 
     def _options(self, arrangement: Arrangement) -> tuple[Option, ...] | Lack:
         """What may be recomputed and moved away; or what the models lack at their most frugal."""
-        if (key := self._training_key(arrangement)) not in self._trained:
+        if (key := (self._training_key(arrangement), self._room(arrangement))) not in self._trained:
             self._trained[key] = self._least(arrangement) or tuple(self._all_options(arrangement))
         return self._trained[key]
 
@@ -156,7 +156,8 @@ class Scales:
         if (budget := self._budget(arrangement, option)) is None:
             return
         yield budget
-        if not self.case.settings.rollout.vllm.sleep and TOKENS not in self.given:
+        engine = engine_role(self.case.settings, arrangement.layout, self.case.model)
+        if engine is not None and not engine.sleeps and TOKENS not in self.given:
             while (tokens := budget.tokens // 2) >= self._least_tokens(arrangement):
                 budget = replace(budget, tokens=tokens)
                 yield budget
@@ -396,5 +397,4 @@ class Scales:
         tokens = self._least_tokens(arrangement)
         budget = Budget(recompute=recompute, tokens=tokens, optimizer=optimizer, parameters=parameters)
         models = self._count(arrangement, self._budgeted(budget), recompute).models
-        groups = device_groups(arrangement.layout, Roles(models=models, engine=None), self.case.memory)
-        return lack_of(groups)
+        return lack_of(device_groups(arrangement.layout, Roles(models=models, engine=None), self._room(arrangement)))
