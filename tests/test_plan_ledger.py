@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from meshloom.config.load import load_settings
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan import build_plan
+from meshloom.plan.amounts import format_bytes
 from meshloom.plan.ledger import batch_ledger, most_microbatches, train_steps
-from meshloom.plan.report import format_bytes, plan_json, plan_text
+from meshloom.plan.report import plan_json, plan_text
 from meshloom.samples.packing import pack
 
 REQUIRED = ["run_dir=runs/a", "model.path=models/a", "data.train.files=[a.jsonl]"]

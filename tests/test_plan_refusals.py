@@ -68,7 +68,8 @@ def test_a_cache_without_room_for_the_longest_sample_is_refused(models: Models) 
         found = require_accepted(models, "Qwen2.5-0.5B", "device=cuda", devices, "rollout.kv_cache_bytes=1000")
         assert codes(found) == ["M010"]
         assert found.problems[0].suggestions[0] == (f"rollout.kv_cache_bytes={1088 * 2 * 24 * 128 * 2}",)
-    share = ("rollout.engine=vllm", "cluster.device=a10", "cluster.devices_per_node=2", "model.lora.rank=8")
+    share = ("rollout.engine=vllm", "cluster.device=a100-40gb", "cluster.devices_per_node=2", "model.lora.rank=8")
+    share += ("rollout.vllm.gpu_memory_utilization=0.35",)
     assert codes(require_accepted(models, "Qwen2.5-7B", *share)) == ["M010"]
 
 

@@ -10,8 +10,8 @@ from meshloom.doctor.findings import Report
 from meshloom.doctor.gpus import Gpu, Gpus, links_in_words
 from meshloom.doctor.needs import Needs
 from meshloom.doctor.packages import at_least, version_of
+from meshloom.plan.amounts import format_bytes
 from meshloom.plan.hardware import find_device
-from meshloom.plan.report import format_bytes
 
 _TAKEN = 2**30
 """Bytes of a GPU that may be taken before it counts as in use."""

@@ -15,7 +15,7 @@ import psutil
 from meshloom.config.launch_environment import LaunchEnvironment
 from meshloom.doctor.findings import Report
 from meshloom.doctor.needs import Needs
-from meshloom.plan.report import format_bytes
+from meshloom.plan.amounts import format_bytes
 
 _SHARED, _LEAST_SHARED = Path("/dev/shm"), 2**30
 _FEW_FILES = 4096

@@ -9,9 +9,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshloom.plan.amounts import format_bytes
 from meshloom.plan.faults import shortened
 from meshloom.plan.ranking import Ranked, Ranking, Refused
-from meshloom.plan.report import format_bytes
 
 
 def print_ranking(ranking: Ranking, console: Console) -> None:

@@ -17,6 +17,7 @@ from enum import IntEnum
 from meshloom.config.errors import UserError
 from meshloom.config.problems import Problem
 from meshloom.config.settings import TrainSettings
+from meshloom.plan.amounts import format_bytes
 from meshloom.plan.checks import Findings
 from meshloom.plan.constants_file import GivenConstants, read_constants
 from meshloom.plan.faults import shortened, with_values
@@ -358,7 +359,7 @@ def _cache_lack(look: Look) -> Problem:
     each = needs // engine.slot_tokens
     return Problem(
         code="M010",
-        what=f"rollout: the longest sample takes {needs / GIB:,.3f} GiB of the cache, which has {has / GIB:,.3f} GiB",
+        what=f"the longest sample does not fit the key-value cache: it takes {format_bytes(needs)} of {format_bytes(has)}",
         where=f"{path} ({look.settings.provenance.of(path)})",
         why=f"{engine.slot_tokens:,} tokens × {each:,} bytes; the cache: {engine.cache_bound}",
     )

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from meshloom.config.load import Explained
 from meshloom.config.problems import Problem
+from meshloom.plan.amounts import format_bytes
 from meshloom.plan.build import Plan
 from meshloom.plan.faults import shortened
 from meshloom.plan.ledger import DERIVED, LedgerLine
@@ -21,7 +22,6 @@ from meshloom.plan.picture import draw
 
 _TEXT_COLUMNS = 150
 _UNLIMITED = 100_000
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _RATES = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
 
 
@@ -119,12 +119,3 @@ def value_text(line: LedgerLine) -> str:
     if line.unit == "s":
         return f"{line.value:,.2f} s" if line.value >= 10 else f"{line.value:.3g} s"
     return format_bytes(line.value) if line.unit == "bytes" else f"{line.value:,} {line.unit}".rstrip()
-
-
-def format_bytes(count: float) -> str:
-    """Bytes in the largest unit that leaves at least 1."""
-    units = iter(_UNITS)
-    unit = next(units)
-    while abs(count) >= 1024 and unit != _UNITS[-1]:
-        count, unit = count / 1024, next(units)
-    return f"{count:.0f} {unit}" if unit == _UNITS[0] else f"{count:,.2f} {unit}"

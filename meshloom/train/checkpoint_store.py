@@ -31,8 +31,8 @@ from safetensors import SafetensorError
 from meshloom.config.errors import UserError
 from meshloom.observe.atomic import give_usual_modes
 from meshloom.observe.lock import is_held
+from meshloom.plan.amounts import format_bytes
 from meshloom.plan.model_folder import refuse_pickles
-from meshloom.plan.report import format_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 1
