@@ -189,16 +189,20 @@ def test_the_module_is_the_command() -> None:
     [["--help"], ["schema"], ["train", "run.yaml", "lr=1"], ["plan", "run.yaml"]],
 )
 def test_what_needs_no_model_imports_nothing_heavy_and_is_quick(args: list[str]) -> None:
-    """Processor time, the least of three, as other work on the machine does not count in it."""
-    code = f"import sys; from meshloom.cli import main; main({args!r}); print({HEAVY}, file=sys.stderr)"
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.stderr.splitlines()[-1] == "[]"
-    assert min(seconds) < 0.5, seconds
+    """Processor time, the least of three; on a busy machine, where everything takes more of it, by what an import takes."""
+
+    def least(code: str) -> float:
+        seconds = []
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+            assert done.stderr.splitlines()[-1] == "[]"
+        return min(seconds)
+
+    took = least(f"import sys; from meshloom.cli import main; main({args!r}); print({HEAVY}, file=sys.stderr)")
+    assert took < 0.5 or took < 5 * least("import sys, pydantic.main; print([], file=sys.stderr)")
 
 
 def test_output_without_unicode_ends_nothing() -> None:

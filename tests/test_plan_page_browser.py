@@ -38,7 +38,8 @@ def test_nothing_fails_and_nothing_is_fetched(browser: Browser) -> None:
 def test_the_page_fits_its_width(browser: Browser, width: int) -> None:
     browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
     assert browser.run("document.documentElement.scrollWidth") <= width
-    outside = "[...document.querySelectorAll('.bar-numbers, .chip > span, .link')].filter(n => n.scrollWidth > n.clientWidth + 1)"
+    texts = "[...document.querySelectorAll('.bar-numbers, .chip > span, .link')]"
+    outside = f"{texts}.filter(n => n.scrollWidth > n.clientWidth + 1)"
     assert browser.run(f"{outside}.map(n => n.textContent)") == []
 
 
