@@ -19,9 +19,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks() -> Iterator[Ranks]:
-    """Four processes over gloo; a test that needs fewer runs on some of them."""
+    """Four processes over gloo; a test that needs fewer runs on some of them. A file's own: each process group that was ever
+    made wakes up many times a second."""
     ranks = Ranks(4)
     yield ranks
     ranks.close()

@@ -1,4 +1,4 @@
-"""Processes that tests run functions on side by side, joined over gloo; started once and used by all tests of a session."""
+"""Processes that tests run functions on side by side, joined over gloo; started once and used by all tests of a file."""
 
 import os
 import socket
