@@ -22,6 +22,7 @@ from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.problems import Problem, require_none
 from meshloom.config.provenance import Provenance
+from meshloom.config.recipes import DECIDED
 from meshloom.config.settings import SftSettings, SourceSettings, TrainSettings
 from meshloom.config.verl import Translation, translate
 from meshloom.config.verl.sheet import Native
@@ -31,6 +32,7 @@ from meshloom.plan.report import as_text
 from meshloom.verl_scores import default_score
 
 _REWARD = "reward.custom_reward_function.path"
+_RECIPE = ("algorithm=", "algorithm.recipe=")
 
 
 def read_verl(words: Sequence[str], native: Sequence[str] = (), *, to_run: bool = False) -> Translation:
@@ -98,11 +100,15 @@ def _with_score(translation: Translation, files: Sequence[str], native: Sequence
 def settings_of(translation: Translation, native: Sequence[str] = ()) -> TrainSettings | SftSettings:
     """The settings that a translation and overrides of ours come to; each value knows the verl key it is from.
 
+    A recipe among our overrides takes the place of what the command says of the algorithm.
+
     Raises:
         UserError: if a value is out of range, or an override of ours is wrong.
     """
     kind: type[TrainSettings] | type[SftSettings] = TrainSettings if translation.kind == "train" else SftSettings
     given = translation.settings
+    if any(override.startswith(_RECIPE) for override in native):
+        given = {path: value for path, value in given.items() if path not in DECIDED}
     overrides = [f"{path}={json.dumps(value.value)}" for path, value in _ordered(given)]
     settings = load_settings(kind, None, [*overrides, *native])
     origins = {path: _origin(path, origin, given) for path, origin in settings.provenance.origins.items()}

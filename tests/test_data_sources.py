@@ -145,7 +145,7 @@ def test_a_missing_datasets_package_is_one_line(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_datasets)
-    assert 'pip install datasets' in refused({"dataset": "openai/gsm8k"})
+    assert "pip install datasets" in refused({"dataset": "openai/gsm8k"})
 
 
 def test_exactly_one_source_is_wanted():

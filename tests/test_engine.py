@@ -196,7 +196,10 @@ def mixed_tokens(name: str) -> dict[tuple[int, int], list[int]]:
 def test_tokens_do_not_depend_on_batching_memory_or_order(name, max_sequences, prefill_tokens, cache_tokens, order):
     """Short memory sets samples back and computes them again; that too must leave the tokens as they are."""
     engine, _ = ENGINES[name](
-        "gemma3", max_sequences=max_sequences, prefill_tokens=prefill_tokens, kv_cache_bytes=cache_tokens * token_bytes(name)
+        "gemma3",
+        max_sequences=max_sequences,
+        prefill_tokens=prefill_tokens,
+        kv_cache_bytes=cache_tokens * token_bytes(name),
     )
     requests = mixed_requests()
     assert tokens_of(collect(engine, [requests[i] for i in order])) == mixed_tokens(name)

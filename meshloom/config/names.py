@@ -7,6 +7,26 @@ Always holds: ``meshloom.algorithms`` and ``meshloom.rewards.verifiers`` have ex
 from enum import StrEnum
 
 
+class Recipe(StrEnum):
+    """Named algorithms; what each chooses is in ``config.recipes``."""
+
+    PPO = "ppo"
+    GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    DAPO = "dapo"
+    RLOO = "rloo"
+    REINFORCE_PP = "reinforce_pp"
+    REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
+    REMAX = "remax"
+    OPO = "opo"
+    GPG = "gpg"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    SAPO = "sapo"
+    GMPO = "gmpo"
+    DPPO = "dppo"
+
+
 class Advantage(StrEnum):
     """Advantage estimators."""
 

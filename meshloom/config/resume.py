@@ -38,7 +38,10 @@ _KERNELS = {"model.attention", "model.compile"}
 _DEVICES = {"fabric", "cluster.*", "placement.*", "parallel.*", "offload.*"}
 """Which devices compute and how models are cut: they change rounding, as the device does, and nothing else."""
 
-MAY_CHANGE = frozenset(_LENGTH | _PLACE | _WATCHING | _REWARD_PROCESSES | _MEMORY_BOUNDS | _KERNELS | _DEVICES)
+_NAMES = {"algorithm.recipe"}
+"""What values are called that are compared one by one."""
+
+MAY_CHANGE = frozenset(_NAMES | _LENGTH | _PLACE | _WATCHING | _REWARD_PROCESSES | _MEMORY_BOUNDS | _KERNELS | _DEVICES)
 """What may change on resume; ``group.*`` is a whole group. All else decides the numbers of the run and may not, even where
 only the order of work changes (``rollout.max_sequences``)."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshloom.config.base import MANY
-from meshloom.config.names import Advantage, KlEstimator, PolicyLoss
+from meshloom.config.names import Advantage, KlEstimator, PolicyLoss, Recipe
 from meshloom.config.settings import Settings
 
 _EXAMPLES = {"advantage": Advantage, "policy_loss": PolicyLoss, "kl_estimator": KlEstimator}
@@ -20,6 +20,11 @@ _EXAMPLES = {"advantage": Advantage, "policy_loss": PolicyLoss, "kl_estimator": 
 def schema_json(kind: type[Settings]) -> str:
     """JSON schema (2020-12) of a kind of settings, for editors; descriptions are the fields' docstrings."""
     schema = kind.model_json_schema()
+    if (algorithm := schema["properties"].get("algorithm")) is not None:
+        # A recipe's name alone may stand for the group.
+        group = {"$ref": algorithm.pop("$ref")}
+        algorithm["anyOf"] = [{"enum": [str(name) for name in Recipe]}, group]
+        algorithm["description"] = "A recipe by its name, or choices by theirs."
     for name, names in _EXAMPLES.items():
         for definition in schema["$defs"].values():
             if name in definition.get("properties", {}):

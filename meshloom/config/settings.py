@@ -6,11 +6,12 @@ room reads fails the tests.
 """
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from meshloom.config.base import Count, CountOrZero, NotNegative, Place, Places, Positive, Seed, Settings, Share
+from meshloom.config.algorithm_settings import AlgorithmSettings, KlPlace
+from meshloom.config.base import Count, CountOrZero, Place, Places, Positive, Seed, Settings, Share
 from meshloom.config.cluster_settings import (
     ClusterSettings,
     Fabric,
@@ -22,7 +23,16 @@ from meshloom.config.cluster_settings import (
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
 from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
 
-__all__ = ["LoraSettings", "ModelSettings", "OptimizerSettings", "RolloutSettings", "SamplingSettings", "Settings"]
+__all__ = [
+    "AlgorithmSettings",
+    "KlPlace",
+    "LoraSettings",
+    "ModelSettings",
+    "OptimizerSettings",
+    "RolloutSettings",
+    "SamplingSettings",
+    "Settings",
+]
 
 
 class SourceSettings(Settings):
@@ -97,51 +107,6 @@ class RewardSettings(Settings):
     """Seconds one sample may take; then its process is killed and the sample is invalid."""
     max_invalid_share: Share = 0.5
     """A step with a larger share of invalid rewards stops the run."""
-
-
-class KlPlace(StrEnum):
-    """Where the divergence from the reference enters."""
-
-    NONE = "none"
-    LOSS = "loss"
-    REWARD = "reward"
-
-
-class AlgorithmSettings(Settings):
-    """The choices that make an algorithm, each by its own name."""
-
-    advantage: str = "grpo"
-    """Advantage estimator, by name (``meshloom.algorithms.ADVANTAGES``)."""
-    normalize_by_std: bool = True
-    """Divide by the group's standard deviation where the estimator knows it; false is Dr. GRPO."""
-    gamma: Share = 1.0
-    """Discount per token of the model."""
-    policy_loss: str = "ppo"
-    """Policy loss, by name (``meshloom.algorithms.POLICY_LOSSES``)."""
-    reduction: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    """How token losses become one number; denominators are those of the whole update."""
-    reduction_constant: Positive | None = None
-    """Divisor of ``seq-mean-token-sum-norm``."""
-    clip_low: NotNegative = 0.2
-    """The probability ratio is clipped below at 1 − clip_low."""
-    clip_high: NotNegative = 0.2
-    """The probability ratio is clipped above at 1 + clip_high."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    """Bound on the loss of a negative advantage, as a multiple of it (Ye et al. 2020, arXiv:1912.09729)."""
-    kl: KlPlace = KlPlace.NONE
-    """``loss``: a term of the loss; ``reward``: subtracted from token rewards; ``none``: the reference is not used."""
-    kl_estimator: str = "k3"
-    """Estimator of the divergence: k1, abs, k2, k3, or one with ``+`` for k2's gradient."""
-    kl_coefficient: NotNegative = 0.001
-    """Weight of the divergence."""
-    entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus."""
-    max_lag_versions: CountOrZero = 0
-    """How many weight versions a sample may be older than the weights it trains; 0 is on-policy."""
-    max_sampler_gap: Positive | None = 0.5
-    """Stop the run when mean |Δ log-prob| between sampler and trainer exceeds this; none: only measure."""
 
 
 class BatchSettings(Settings):

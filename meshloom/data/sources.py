@@ -77,7 +77,7 @@ def _load_dataset(name: str, split: str) -> Iterable[dict[str, Any]]:
         raise UserError(
             "a Hugging Face dataset needs the package datasets",
             where=f"dataset: {name}",
-            fix='pip install datasets',
+            fix="pip install datasets",
         ) from error
     folder = Path(name)
     try:

@@ -42,6 +42,7 @@ def with_advantages(samples: Samples, settings: AlgorithmSettings) -> Samples:
         group_S=samples["group"],
         valid_S=samples["valid"],
         gamma=settings.gamma,
+        lam=settings.lam,
         normalize_by_std=settings.normalize_by_std,
     )
     advantages_T = ADVANTAGES.find(settings.advantage)(inputs).advantages_T
@@ -86,7 +87,13 @@ class PolicyObjective:
             mask_T=mask_T,
             lengths_S=lengths_S,
         )
-        bounds = PolicySettings(clip_low=settings.clip_low, clip_high=settings.clip_high, dual_clip=settings.dual_clip)
+        bounds = PolicySettings(
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+            tau_positive=settings.tau_positive,
+            tau_negative=settings.tau_negative,
+        )
         outputs = loss(inputs, bounds)
         policy = reduce(outputs.per_token_T, mask_T, lengths_S, mode, totals)
         total = policy

@@ -11,6 +11,7 @@ from pathlib import Path
 from meshloom.config.errors import UserError
 from meshloom.config.problems import Problem, require_none
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
+from meshloom.plan.algorithm import algorithm_lines
 from meshloom.plan.checks import Findings, check_settings
 from meshloom.plan.compute import NotPossible, compute_ledger
 from meshloom.plan.decoding import engine_line
@@ -124,7 +125,8 @@ def build_plan(
         found = check_settings(settings, num_prompts)
     check_engine_settings(found, settings)
     batch = [line for line in batch_ledger(settings, num_prompts) if not over_devices or line.name != MICROBATCHES]
-    lines = [*check_inputs(found, settings), *batch, *over_devices]
+    chosen = algorithm_lines(settings) if isinstance(settings, TrainSettings) else ()
+    lines = [*check_inputs(found, settings), *chosen, *batch, *over_devices]
     if unread is not None:
         found.refuse("M001", "model.path", unread.what, why=unread.why, fix=unread.fix)
     if folder is not None:

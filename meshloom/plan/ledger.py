@@ -18,7 +18,7 @@ class LedgerLine:
     """One number of the plan.
 
     Args:
-        section: what the line belongs to: ``data``, ``reward``, ``batch``, ``compute``, ``memory``.
+        section: what the line belongs to: ``data``, ``reward``, ``algorithm``, ``batch``, ``compute``, ``memory``.
         name: what the number is, unique in its section.
         value: the number; none where it cannot be known yet.
         formula: how it follows from others; for a number that is given, the setting.
