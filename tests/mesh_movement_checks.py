@@ -15,8 +15,9 @@ from meshloom.train.residency import ResidentModel
 from meshloom.train.tensor_parallel import cut_layers
 from meshloom.weights.engine_copy import EngineCopy
 from meshloom.weights.mesh_giver import MeshGiver
-from meshloom.weights.mesh_probe import MeshProbe
+from meshloom.weights.mesh_probe import Asked, MeshProbe
 from meshloom.weights.reshard import Resharder
+from meshloom.weights.whole_tensors import WholeTaker
 from tests.mesh_checks import CPU, UPDATES, Axes, Outcome, local_part, make_batch, mesh_of, model_on, weighted
 from tests.movement_checks import fault_of
 
@@ -80,7 +81,7 @@ def feed_engines(
             copy.take_memory()
         resharder.move(step)
         if probe is None:
-            probe = MeshProbe(model, None if copy is None else copy.module, None)
+            probe = MeshProbe(model, None if copy is None else Asked.of_module(copy.module), None)
         assert probe.prove() < 1e-5 or dtype is not torch.float32
         wrong += _unlike(model, copy, dtype)
     if copy is not None and dist.get_rank() == engines[-1]:
@@ -146,3 +147,24 @@ def merged(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 SCALE = 32 / 4
+
+
+def hand_over_whole(meshes: list[tuple[Axes, list[int]]], folder: str, engines: list[int], bucket_bytes: int) -> None:
+    """Bring a trained model's weights to loaders that want whole tensors, bucket by bucket; each comes once, right, and is then
+    no longer held."""
+    mesh = mesh_of(meshes)
+    model = model_on(mesh, folder) if dist.get_rank() in meshes[0][1] else None
+    expected = {name: tensor.detach() for name, tensor in load_model(folder, torch.bfloat16, CPU).named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    taker = WholeTaker(shapes, torch.bfloat16, CPU) if dist.get_rank() in engines else None
+    giver = None if model is None else MeshGiver(model)
+    resharder = Resharder(giver, taker, device=CPU, bucket_bytes=bucket_bytes)
+    largest = max(tensor.nbytes for tensor in expected.values())
+    for version in range(2):
+        seen: list[str] = []
+        for _ in resharder.moving(version):
+            for name, tensor in taker.finished() if taker is not None else ():
+                assert torch.equal(tensor, expected[name]), name
+                seen.append(name)
+            assert taker is None or taker.num_bytes <= largest + 2 * bucket_bytes
+        assert taker is None or (sorted(seen) == sorted(expected) and taker.num_bytes == 0)

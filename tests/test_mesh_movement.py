@@ -57,3 +57,10 @@ def test_engines_whose_layers_are_cut_get_their_parts(four_ranks: Ranks, folders
         (PAIRS, (("tp", 2),), [2, 3]),
     ):
         assert four_ranks.run(mesh_movement_checks.feed_cut_engines, meshes, folder, axes, ranks) == [[]] * 4
+
+
+def test_loaders_that_want_whole_tensors_get_one_bucket_after_the_other(four_ranks: Ranks, folders: Path) -> None:
+    """A tied table that is larger than a bucket; engines beside the trainer and on devices of their own."""
+    folder = folder_of(folders, "qwen2", attention_bias=False)
+    for meshes, engines in ((STAGES, [0, 1, 2, 3]), (PAIRS, [2, 3])):
+        four_ranks.run(mesh_movement_checks.hand_over_whole, meshes, folder, engines, 9_000)

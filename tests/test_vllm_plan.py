@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from meshloom.config.errors import UserError
 from meshloom.plan import build_plan
+from meshloom.plan.carried_out import carried_out
+from meshloom.plan.model_folder import read_model_folder
+from meshloom.plan.parameters import count_parameters
+from meshloom.plan.residency import Phase
+from meshloom.plan.role_numbers import engine_role
+from meshloom.plan.sharded_memory import engine_holdings
 from tests.lesson_runs import train_settings, write_inputs
 
 ON = "rollout.engine=vllm"
@@ -67,3 +74,33 @@ def test_vllms_weights_and_cache_are_in_the_phases_that_hold_them(
     }
     rest = sum(values[name] for name in update)
     assert values["peak while updating"] - rest == while_updating * own
+
+
+def holdings(inputs: Path, *changes: str) -> dict[str, object]:
+    """What the first device of the rollout holds of its engine, by name."""
+    settings = train_settings(inputs, inputs / "run", ON, "cluster.devices_per_node=2", "device=cuda", *changes)
+    plan = build_plan(settings, 14, 2**33)
+    assert not plan.problems, plan.problems
+    numbers = count_parameters(read_model_folder(inputs / "model").text_config)
+    return {held.name: held for held in engine_holdings(engine_role(settings, plan.layout, numbers))}
+
+
+def test_over_devices_vllm_has_a_copy_and_takes_tensors_whole(inputs: Path) -> None:
+    """Where it shares devices it sleeps while they train; on its own it is there all the time."""
+    shared = holdings(inputs)
+    assert set(shared["engine's weights"].phases) == {Phase.GENERATE, Phase.SYNC}
+    assert set(shared["key-value cache"].phases) == {Phase.GENERATE, Phase.SYNC}
+    assert shared["whole tensors"].phases == (Phase.SYNC,)
+    apart = holdings(inputs, "placement.actor=[0]", "placement.reference=[0]", "placement.rollout=[1]")
+    assert set(apart["engine's weights"].phases) == set(apart["key-value cache"].phases) == set(Phase)
+    assert apart["weights in movement"].bytes * 2 == shared["weights in movement"].bytes
+    halves = holdings(inputs, "parallel.rollout.tensor=2")
+    assert halves["engine's weights"].bytes < 0.7 * shared["engine's weights"].bytes
+    assert halves["whole tensors"].bytes == shared["whole tensors"].bytes
+
+
+def test_train_carries_out_vllm_over_devices(inputs: Path) -> None:
+    given = ("cluster.devices_per_node=2", "parallel.rollout.tensor=2", "device=cpu")
+    assert carried_out(train_settings(inputs, inputs / "run", ON, *given)).is_spread
+    with pytest.raises(UserError, match="split over devices is planned"):
+        carried_out(train_settings(inputs, inputs / "run", *given))

@@ -50,8 +50,8 @@ class RolloutSettings(Settings):
     """How responses are generated while training."""
 
     engine: Literal["torch", "vllm"] = "torch"
-    """``torch``: the embedded engine on the trainer's own weights. ``vllm``: vLLM in the same process with weights of its own,
-    which are moved there after each step (extra: vllm)."""
+    """``torch``: the embedded engine, on the trainer's own weights where it can. ``vllm``: vLLM in the same processes, with
+    weights of its own, which are moved there after each step (extra: vllm)."""
     vllm: VllmSettings = VllmSettings()
     """Settings of vLLM."""
     sampling: SamplingSettings = SamplingSettings()

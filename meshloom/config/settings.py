@@ -20,13 +20,11 @@ from meshloom.config.cluster_settings import (
     Placement,
     PlacementSettings,
 )
-from meshloom.config.group_settings import FilterGroupsSettings
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
 from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
 
 __all__ = [
     "AlgorithmSettings",
-    "FilterGroupsSettings",
     "KlPlace",
     "LoraSettings",
     "ModelSettings",

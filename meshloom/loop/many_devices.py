@@ -49,6 +49,7 @@ from meshloom.plan.model_folder import read_model_folder
 from meshloom.plan.parameters import UnknownFamily, count_parameters
 from meshloom.plan.placement import Role
 from meshloom.rewards.pool import RewardPool
+from meshloom.rollout.vllm_build import require_vllm
 from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
 
 _HOST = "meshloom.loop.worker_host:WorkerHost"
@@ -73,6 +74,8 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
     check_model_folder(settings.model.path)
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
+    if settings.rollout.engine == "vllm":
+        require_vllm()
     checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
@@ -118,7 +121,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
         )
         control = ControlLoop(Schedule.of(settings, plan.steps), stage, order)
         if cut is not None:
-            control.load(*standing(cut, settings))
+            control.load(*standing(cut))
             stage.step = control.step
         engine.load_weights(control.version)
         torch.manual_seed(settings.seed)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from meshloom.train.mesh_model import MeshModel
 from meshloom.weights.engine_copy import EngineCopy
 from meshloom.weights.mesh_giver import MeshGiver
-from meshloom.weights.mesh_probe import MeshProbe
+from meshloom.weights.mesh_probe import Asked, MeshProbe
 from meshloom.weights.reshard import Resharded, Resharder
 
 
@@ -48,7 +48,7 @@ class WeightMover:
         self._resharder: Resharder | None = None
         self._probe: MeshProbe | None = None
         if actor is not None or copy is not None:
-            self._probe = MeshProbe(actor, None if copy is None else copy.module, group)
+            self._probe = MeshProbe(actor, None if copy is None else Asked.of_module(copy.module), group)
             self._resharder = Resharder(
                 None if actor is None else MeshGiver(actor),
                 None if copy is None else copy.taker,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -54,6 +54,9 @@ from meshloom.train.optimizer import StepStats
 from meshloom.train.shared_files import Spec
 from meshloom.train.snapshot import MODEL
 from meshloom.weights.engine_copy import EngineCopy
+
+if TYPE_CHECKING:
+    from meshloom.loop.vllm_mover import VllmMover
 
 _MOMENT_S = 0.02
 """Samples that finish within so many seconds of each other are told together."""
@@ -118,6 +121,7 @@ class WorkerHost:
         self._writing: Future[None] | None = None
         self._copy: EngineCopy | None = None
         self._mover: WeightMover | None = None
+        self._vllm: VllmMover | None = None
         self._residents: Residents | None = None
         self._noted: list[dict[str, Any]] = []
         self._phases = PhaseMemory()
@@ -149,14 +153,16 @@ class WorkerHost:
             self._models[Role.ACTOR] = self._build_actor(mesh, checkpoint, updates)
         if (mesh := meshes[Role.REFERENCE]) is not None:
             self._models[Role.REFERENCE] = self._build(mesh, None)
-        if self._own(Role.ROLLOUT) is not None:
-            # The first movement fills it with the actor's weights.
-            module = load_model(settings.model.path, pick_dtype(settings.model.dtype, self.device), self.device)
-            self._engine = self._build_engine(module.requires_grad_(False))
-            self._copy = EngineCopy(module)
-        ranks = (ranks_of(layout.role(role)) for role in (Role.ACTOR, Role.ROLLOUT))
+        ranks = [ranks_of(layout.role(role)) for role in (Role.ACTOR, Role.ROLLOUT)]
         nodes = [rank // layout.topology.devices_per_node for rank in range(layout.topology.num_devices)]
-        self._mover = WeightMover(self._models.get(Role.ACTOR), self._copy, *ranks, self.device, nodes)
+        if settings.rollout.engine == "vllm":
+            from meshloom.loop.vllm_ranks import build_vllm
+
+            actor, replica = self._models.get(Role.ACTOR), self._replica
+            self._vllm = build_vllm(settings, self.device, self._tokenizer, actor, *ranks, nodes, replica)
+            self._engine = self._vllm.engine
+        else:
+            self._build_embedded(ranks, nodes)
         models = {str(role): model for role, model in self._models.items()}
         planned, folder = stays(settings, layout), folder_of(settings)
         check_room(folder, planned, models, {str(role): self._ranks_here(role) for role in self._models})
@@ -200,6 +206,26 @@ class WorkerHost:
         if checkpoint is not None:
             restore_on_mesh(model, checkpoint, updates)
         return model
+
+    def _build_embedded(self, ranks: list[list[int]], nodes: list[int]) -> None:
+        if self._own(Role.ROLLOUT) is not None:
+            # The first movement fills it with the actor's weights.
+            module = load_model(
+                self.settings.model.path, pick_dtype(self.settings.model.dtype, self.device), self.device
+            )
+            self._engine = self._build_engine(module.requires_grad_(False))
+            self._copy = EngineCopy(module)
+        self._mover = WeightMover(self._models.get(Role.ACTOR), self._copy, *ranks, self.device, nodes)
+
+    @property
+    def _replica(self) -> list[int]:
+        """Ranks of the engine's replica that this rank is of; none if there is none here."""
+        found = self._own(Role.ROLLOUT)
+        if found is None:
+            return []
+        ranks, size = ranks_of(found), found.mesh.size("tp")
+        first = ranks.index(self.seat.rank) // size * size
+        return ranks[first : first + size]
 
     def _build_engine(self, module: nn.Module) -> Engine:
         rollout = self.settings.rollout
@@ -276,8 +302,10 @@ class WorkerHost:
     def generate(self, requests: list[Request], deadline_s: float) -> dict[str, float]:
         """Generate, and tell samples as they finish; what ``memory`` says then."""
         self._phases.enter("generate")
+        tells = self.seat.rank == self._replica[0]
         for finished in _together(self._need_engine().generate(requests, deadline_s=deadline_s)):
-            emit(Completions.of(finished))
+            if tells:
+                emit(Completions.of(finished))
         return self.memory()
 
     @verb()
@@ -302,6 +330,9 @@ class WorkerHost:
     def move_weights(self, version: int) -> None:
         """Bring the actor's weights to the engine; called on all ranks of both."""
         self._phases.enter("sync")
+        if self._vllm is not None:
+            self._vllm.bring(version)
+            return
         if self._mover is not None:
             self._mover.move(version)
         if self._engine is not None:

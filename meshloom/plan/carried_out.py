@@ -66,16 +66,12 @@ def _refusals(settings: TrainSettings, layout: Layout) -> Iterator[Problem]:
             path = f"parallel.{found.role}.tensor"
             yield _refusal(settings, path, "adapters on layers that are split over devices", f"{path}=1")
     rollout = layout.role(Role.ROLLOUT)
-    if rollout is not None and rollout.mesh.size("tp") > 1:
+    if rollout is not None and rollout.mesh.size("tp") > 1 and settings.rollout.engine != "vllm":
         yield _refusal(
             settings,
             "parallel.rollout.tensor",
             "an engine whose model is split over devices",
             "parallel.rollout.tensor=1",
-        )
-    if settings.rollout.engine != "torch":
-        yield _refusal(
-            settings, "rollout.engine", f"{settings.rollout.engine} on several devices", "rollout.engine=torch"
         )
 
 

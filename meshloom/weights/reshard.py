@@ -10,7 +10,7 @@ buckets are in flight: while one travels, the next is packed and the one before 
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,7 +102,6 @@ class Resharder:
         """Of this rank, in a movement."""
         return _SLOTS * sum(self._sizes)
 
-    @torch.no_grad()
     def move(self, version: int) -> Resharded:
         """Move everything once; due on all ranks of the group.
 
@@ -112,6 +111,17 @@ class Resharder:
         Raises:
             RunFault: on all ranks, if a part did not arrive as it was sent, or ranks move different versions.
         """
+        moving = self.moving(version)
+        while True:
+            try:
+                next(moving)
+            except StopIteration as end:
+                return end.value
+
+    @torch.no_grad()
+    def moving(self, version: int) -> Generator[None, None, Resharded]:
+        """The same, step by step: what a bucket brought is in its places whenever this yields. Arguments and errors as of
+        ``move``; it must be run to its end, which returns what ``move`` returns."""
         began = time.monotonic()
         for side in (self._giver, self._taker):
             if side is not None:
@@ -126,8 +136,10 @@ class Resharder:
             if flying is not None:
                 self._land(flying, number - 1, proof)
             flying = posted
+            yield
         if flying is not None:
             self._land(flying, len(self.schedule.buckets) - 1, proof)
+            yield
         if not self._keep_buffers:
             self._out, self._in = [], []
         checksum = proof.compare(self.agreed, self.schedule, self._group, self._rank, version)

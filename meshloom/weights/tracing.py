@@ -67,14 +67,29 @@ class _Watch(TorchDispatchMode):
         self.tied = tied
         self.handed: list[tuple[int, int, str, torch.dtype]] = []
         self.table = PlaceTable()
+        self.looks = True
+        """Whether what is copied now is copied by the loaders, and not on the way to them."""
 
     def hand_over(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
+        for name, tensor in self._unseen(iter(tensors)):
             begin = tensor.data_ptr()
             self.handed.append((begin, begin + tensor.nbytes, self.tied.get(name, name), tensor.dtype))
             yield name, tensor
 
+    def _unseen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        while True:
+            self.looks = False
+            try:
+                found = next(tensors)
+            except StopIteration:
+                return
+            finally:
+                self.looks = True
+            yield found
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not self.looks:
+            return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and not args[0].is_meta:
             self._note(args[0], args[1])
         elif func in _FILLS and args[0].numel() and not args[0].is_meta:
