@@ -251,7 +251,7 @@ def test_a_held_attendant_is_a_lost_node(tmp_path: Path) -> None:
         with pytest.raises(WorkerFault, match="rank 0 .* was lost with its node"):
             call.result()
         assert time.monotonic() - began < ENDS_S
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
     assert alive == []
 
 

@@ -167,7 +167,7 @@ def children_that_run(module):
     return found
 
 
-def until(condition, deadline_s=5.0):
+def until(condition, deadline_s=30.0):
     end = time.monotonic() + deadline_s
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
@@ -265,7 +265,7 @@ def test_hanging_samples_are_killed_side_by_side(pool):
 
 
 def test_a_thread_left_behind_that_ends_the_process_is_not_charged_to_later_samples(functions):
-    settings = RewardSettings(function=functions, workers=1, deadline_s=5)
+    settings = RewardSettings(function=functions, workers=1, deadline_s=20)
     with RewardPool(settings) as single:
         rewards = single.score([ask("leave killer"), *([ask("sleep:0.03")] * 10)])
     assert [r.value for r in rewards] == [1.0] * 11
@@ -273,7 +273,7 @@ def test_a_thread_left_behind_that_ends_the_process_is_not_charged_to_later_samp
 
 def test_a_worker_that_died_while_it_waited_costs_no_sample(functions):
     before = children_that_run("worker")
-    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=5)) as single:
+    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=20)) as single:
         (worker,) = children_that_run("worker") - before
         worker.kill()
         assert until(lambda: not is_alive(worker))
@@ -281,7 +281,7 @@ def test_a_worker_that_died_while_it_waited_costs_no_sample(functions):
 
 
 def test_a_worker_full_of_leftovers_is_replaced(functions):
-    settings = RewardSettings(function=functions, workers=1, deadline_s=5)
+    settings = RewardSettings(function=functions, workers=1, deadline_s=20)
     with RewardPool(settings) as single:
         (first,) = single.score([ask("pid")])
         assert all(r.value == 1 for r in single.score([ask("leave thread")] * 20))
@@ -292,7 +292,7 @@ def test_a_worker_full_of_leftovers_is_replaced(functions):
 @pytest.mark.parametrize("actions", [["leave child:own session", "os exit"], ["leave child and die"]])
 def test_children_left_behind_die_with_a_worker_that_dies_by_itself(functions, actions):
     """They are in a session of their own, and orphans before anyone could look for them."""
-    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=5)) as single:
+    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=20)) as single:
         rewards = single.score([ask(action) for action in [*actions, "value:2"]])
         assert [r.reason for r in rewards[-2:]] == [InvalidReason.DIED, None]
         assert until(lambda: not sleepers())
@@ -300,7 +300,7 @@ def test_children_left_behind_die_with_a_worker_that_dies_by_itself(functions, a
 
 @pytest.mark.parametrize("where", ["same group", "own session"])
 def test_children_left_behind_die_with_the_pool(functions, where):
-    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=5)) as single:
+    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=20)) as single:
         assert single.score([ask(f"leave child:{where}")])[0].value == 1
         assert len(sleepers()) == 1
     assert until(lambda: not sleepers())
@@ -367,7 +367,7 @@ def test_nothing_outlives_a_controller_that_is_killed(functions, busy):
 
 def test_a_guardian_that_was_killed_comes_back(functions):
     before = children_that_run("guardian")
-    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=5)) as single:
+    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=20)) as single:
         (first,) = children_that_run("guardian") - before
         first.kill()
         assert [r.valid for r in single.score([ask("os exit"), ask("value:1")])] == [False, True]
@@ -394,7 +394,7 @@ def test_a_pool_starts_from_a_notebook_or_an_unguarded_script(functions, tmp_pat
 
 
 def test_ctrl_c_does_not_reach_the_workers(functions):
-    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=5)) as single:
+    with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=20)) as single:
         pid = int(single.score([ask("pid")])[0].value)
         assert os.getpgid(pid) != os.getpgid(0)
         assert os.getsid(pid) != os.getsid(0)
