@@ -16,6 +16,7 @@ DESCRIBES = {
         "count.py",
         "inputs.py",
         "report.py",
+        "reward_checks.py",
         "model_folder.py",
         "engines.py",
         "recompute.py",

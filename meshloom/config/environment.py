@@ -63,9 +63,25 @@ def offload_folder() -> str | None:
     return os.environ.get("VERL_OFFLOAD_DIR") or None
 
 
+def is_set(variable: str) -> bool:
+    """Whether a variable is there and not empty."""
+    return bool(os.environ.get(variable))
+
+
+def secret(variable: str) -> str:
+    """The value of a variable that holds the key of a service. It is for the service's requests alone.
+
+    Raises:
+        KeyError: if it is not set, or empty.
+    """
+    if not is_set(variable):
+        raise KeyError(variable)
+    return os.environ[variable]
+
+
 def prepare_gloo(interface: str) -> None:
-    """Let gloo use a network interface, unless the user has named one. It would take the one that this machine's name leads to,
-    which often is the loopback."""
+    """Let gloo use a network interface, unless the user has named one. It would take the one that this machine's name leads
+    to, which often is the loopback."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 

@@ -35,7 +35,8 @@ def load_settings(kind: type[S], file: Path | None, overrides: Sequence[str] = (
         The settings; their ``provenance`` knows where each value came from.
 
     Raises:
-        UserError: that names every fault: malformed YAML, unknown keys with the nearest ones, wrong types, values out of range,
+        UserError: that names every fault: malformed YAML, unknown keys with the nearest ones, wrong types, values out of
+        range,
             missing keys, malformed overrides.
     """
     given = Given()
@@ -85,13 +86,17 @@ def explain(settings: Settings) -> list[Explained]:
 
 
 def flatten(settings: Settings, prefix: str = "") -> dict[str, Any]:
-    """Every value by its dotted path, as JSON values; a group that is none is one value."""
+    """Every value by its dotted path, as JSON values; a group that is none, and groups by name where there is none, are one
+    value."""
     values: dict[str, Any] = {}
     plain = settings.model_dump(mode="json")
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if isinstance(value, Settings):
             values |= flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, dict) and any(isinstance(group, Settings) for group in value.values()):
+            for each, group in value.items():
+                values |= flatten(group, f"{prefix}{name}.{each}.")
         else:
             values[f"{prefix}{name}"] = plain[name]
     return values

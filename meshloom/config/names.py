@@ -66,12 +66,16 @@ class KlEstimator(StrEnum):
 
 
 class Verifier(StrEnum):
-    """Named verifiers."""
+    """Named verifiers, and named shapes of a response."""
 
     EXACT_MATCH = "exact_match"
     REGEX = "regex"
     MATH_VERIFY = "math_verify"
     REASONING_GYM = "reasoning_gym"
+    TAG_FORMAT = "tag_format"
+    REGEX_FORMAT = "regex_format"
+    LENGTH_PENALTY = "length_penalty"
+    REPETITION_PENALTY = "repetition_penalty"
 
 
 REFUSED_ADVANTAGES = {"gae": "needs a critic", "remax": "needs greedy samples"}

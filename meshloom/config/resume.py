@@ -3,6 +3,7 @@
 Owns: the rule. Always holds: a resumed run repeats the uninterrupted one, so what decides its numbers may not change.
 """
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,8 +20,14 @@ _WATCHING = {"checkpoint.*", "logging.*", "validation.every_steps", "validation.
 """When the run is saved, shown and measured."""
 _CHECKS = {"rollout.vllm.max_probe_gap"}
 """What stops a run and changes no number."""
+_COMPONENT, _JUDGE = r"reward\.components\.[^.]+", r"reward\.components\.[^.]+\.judge"
+_JUDGED = (
+    "url|api_key_variable|max_concurrent|requests_per_minute|request_deadline_s|retries|backoff_s|longest_backoff_s"
+)
+_OF_COMPONENTS = re.compile(rf"{_COMPONENT}\.(deadline_s|model\.tokens_per_batch)|{_JUDGE}\.({_JUDGED}|cache|price_.*)")
 _REWARD_PROCESSES = {"reward.workers", "reward.deadline_s"}
-"""How fast rewards come; a deadline that is met changes no reward."""
+"""How fast rewards come, and where they come from; a deadline that is met changes no reward. So are those of
+``_OF_COMPONENTS``."""
 _MEMORY_BOUNDS = {
     "batch.tokens_per_microbatch",
     "batch.samples_per_microbatch",
@@ -51,6 +58,12 @@ _DECIDED = "gradient_checkpointing"
 _FILES = {"model.path", "data.train.files", "data.validation.files", "reward.function"}
 """Names of files, relative to the current directory: other names of the same files are no contradiction."""
 
+_FILES_OF_COMPONENTS = re.compile(rf"{_COMPONENT}\.(function|model\.path|judge\.prompt_file)")
+
+
+def _names_files(path: str) -> bool:
+    return path in _FILES or _FILES_OF_COMPONENTS.fullmatch(path) is not None
+
 
 def contradictions(saved: Settings, new: Settings, allowed: Collection[str] = MAY_CHANGE) -> list[tuple[str, Any, Any]]:
     """Settings that differ and may not.
@@ -66,11 +79,13 @@ def contradictions(saved: Settings, new: Settings, allowed: Collection[str] = MA
     before, after = flatten(saved), flatten(new)
     groups = tuple(path[:-1] for path in allowed if path.endswith(".*"))
     paths = [path for path in dict.fromkeys([*before, *after]) if path not in allowed and not path.startswith(groups)]
+    if allowed is MAY_CHANGE:
+        paths = [path for path in paths if not _OF_COMPONENTS.fullmatch(path)]
     values = ((path, before.get(path), after.get(path)) for path in paths)
     return [
         (path, old, new)
         for path, old, new in values
-        if old != new and not (path in _FILES and old and new and _resolved(old) == _resolved(new))
+        if old != new and not (_names_files(path) and old and new and _resolved(old) == _resolved(new))
     ]
 
 
@@ -110,7 +125,7 @@ def require_same(saved: Settings, new: Settings, allowed: Collection[str] = MAY_
         f"  {path}: {old!r} in the checkpoint, {now!r} now ({new.provenance.of(path)})" for path, old, now in found
     ]
     fix = "give the checkpoint's values, or start a new run in another run_dir"
-    if any(path in _FILES for path, _, _ in found):
+    if any(_names_files(path) for path, _, _ in found):
         fix += "; where a file has only moved, name its new place in the run's settings.yaml too"
     raise UserError(
         "\n".join(["the settings contradict the checkpoint", *lines]),

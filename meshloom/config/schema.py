@@ -14,6 +14,8 @@ from meshloom.config.base import MANY
 from meshloom.config.names import Advantage, KlEstimator, PolicyLoss, Recipe
 from meshloom.config.settings import Settings
 
+ANY = "*"
+"""In a key: a name that the user chooses."""
 _EXAMPLES = {"advantage": Advantage, "policy_loss": PolicyLoss, "kl_estimator": KlEstimator}
 
 
@@ -49,6 +51,20 @@ class Keys:
         for name, child in self._group(node).items():
             yield ".".join((*path, name)), child
             yield from self._walk((*path, name), child)
+            named = child.get("additionalProperties")
+            if isinstance(named, Mapping) and self._group(named):
+                yield ".".join((*path, name, ANY)), named
+                yield from self._walk((*path, name, ANY), named)
+
+    def _known(self, path: str) -> str | None:
+        """A path as a key, with ``*`` for a name that the user has chosen; none if it is no key."""
+        found: list[str] = []
+        for part in path.split("."):
+            options = (".".join((*found, name)) for name in (part, ANY))
+            if (known := next((option for option in options if option in self._nodes), None)) is None:
+                return None
+            found = known.split(".")
+        return ".".join(found)
 
     def _resolve(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
         reference = node.get("$ref")
@@ -62,18 +78,24 @@ class Keys:
         return {}
 
     def __contains__(self, path: str) -> bool:
-        return path in self._nodes
+        return self._known(path) is not None
 
     def known_part(self, path: tuple[str | int, ...]) -> str:
         """The longest beginning of a path that is a key."""
         parts = [str(part) for part in path]
-        while parts and ".".join(parts) not in self._nodes:
+        while parts and ".".join(parts) not in self:
             parts.pop()
         return ".".join(parts)
 
     def expected(self, path: str) -> str:
         """What a key's value must be, in words."""
-        return self._describe(self._nodes[path])
+        return self._describe(self._node(path))
+
+    def _node(self, path: str) -> Mapping[str, Any]:
+        known = self._known(path)
+        if known is None:
+            raise KeyError(path)
+        return self._nodes[known]
 
     def _describe(self, node: Mapping[str, Any]) -> str:
         if "anyOf" in node:
@@ -101,7 +123,7 @@ class Keys:
 
     def required(self, path: str) -> list[str]:
         """The keys without a default at or below a key: itself, if it is no group."""
-        node = self._resolve(self._nodes[path])
+        node = self._resolve(self._node(path))
         return [key for name in node.get("required", []) for key in self.required(f"{path}.{name}")] or [path]
 
     def nearest(self, path: str, count: int = 3) -> list[str]:
@@ -110,7 +132,8 @@ class Keys:
         Those of the same last name anywhere and similar ones in its group; else similar ones anywhere; else those whose
         description has its words.
         """
-        group, _, last = path.rpartition(".")
+        above, _, last = path.rpartition(".")
+        group = self._known(above) or above
         by_name: dict[str, list[str]] = {}
         for key in self._nodes:
             by_name.setdefault(key.rpartition(".")[2], []).append(key)
@@ -126,7 +149,8 @@ class Keys:
             [key for name in (*similar, *longer) for key in by_name[name]],
             self._described_by(last),
         )
-        return list(dict.fromkeys(next((tier for tier in tiers if tier), [])))[:count]
+        best = dict.fromkeys(next((tier for tier in tiers if tier), []))
+        return list(dict.fromkeys(_like(key, path) for key in best))[:count]
 
     def _described_by(self, name: str) -> list[str]:
         words = set(re.findall(r"[a-z]+", name.lower()))
@@ -134,6 +158,16 @@ class Keys:
             key: set(re.findall(r"[a-z]+", node.get("description", "").lower())) for key, node in self._nodes.items()
         }
         return [key for key, description in descriptions.items() if len(name) >= 3 and words and words <= description]
+
+
+def _like(key: str, path: str) -> str:
+    """A key with the names that a path has in the places which the user names, or ``NAME``."""
+    given, parts = path.split("."), key.split(".")
+    for at, part in enumerate(parts):
+        if part == ANY:
+            same = len(given) > at and given[:at] == parts[:at]
+            parts[at] = given[at] if same else "NAME"
+    return ".".join(parts)
 
 
 def _range(node: Mapping[str, Any]) -> str:

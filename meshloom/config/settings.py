@@ -21,14 +21,19 @@ from meshloom.config.cluster_settings import (
     PlacementSettings,
 )
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
+from meshloom.config.reward_settings import ComponentSettings, JudgeSettings, OverlongSettings, RewardModelSettings
 from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
 
 __all__ = [
     "AlgorithmSettings",
+    "ComponentSettings",
+    "JudgeSettings",
     "KlPlace",
     "LoraSettings",
     "ModelSettings",
     "OptimizerSettings",
+    "OverlongSettings",
+    "RewardModelSettings",
     "RolloutSettings",
     "SamplingSettings",
     "Settings",
@@ -97,8 +102,9 @@ class RewardSettings(Settings):
     """How a response gets its number."""
 
     function: Place | None = None
-    """``file.py:function``, or a named verifier: ``exact_match``, ``regex``, ``math_verify``, ``reasoning_gym``.
-    Default: the verifier of the data source where it has one."""
+    """``file.py:function``, or a named verifier: ``exact_match``, ``regex``, ``math_verify``, ``reasoning_gym``; or a named
+    shape: ``tag_format``, ``regex_format``, ``length_penalty``, ``repetition_penalty``. Default: the verifier of the data
+    source where it has one."""
     kwargs: dict[str, int | float | bool | str | None] = Field(default_factory=dict)
     """Further keyword arguments of the function."""
     workers: Count | None = None
@@ -107,6 +113,11 @@ class RewardSettings(Settings):
     """Seconds one sample may take; then its process is killed and the sample is invalid."""
     max_invalid_share: Share = 0.5
     """A step with a larger share of invalid rewards stops the run."""
+    components: dict[str, ComponentSettings] = Field(default_factory=dict)
+    """Several rewards by name, in place of ``function``: their weighted sum is the reward, and each is logged as
+    ``reward/NAME``."""
+    overlong: OverlongSettings | None = None
+    """Penalty for responses that come near the longest length: a component of the name ``overlong``."""
 
 
 class BatchSettings(Settings):
@@ -145,6 +156,8 @@ class ValidationSettings(Settings):
     """Default: as in training."""
     success_threshold: float = 1.0
     """A reward of at least this counts as solved, for accuracy and pass@k."""
+    success_component: str | None = None
+    """Component of the reward that is compared with ``success_threshold``, in training too. Default: the reward itself."""
 
 
 class CheckpointSettings(Settings):

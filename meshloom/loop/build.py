@@ -37,7 +37,7 @@ from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFo
 from meshloom.plan.build import Plan, build_plan
 from meshloom.plan.recompute import RECOMPUTED
 from meshloom.plan.report import plan_json, plan_text
-from meshloom.rewards.pool import RewardPool
+from meshloom.rewards.combined import Scorer
 from meshloom.rollout.embedded import embedded_engine
 from meshloom.rollout.protocol import Engine, SamplingParams
 from meshloom.rollout.vllm_build import check_vllm
@@ -314,26 +314,27 @@ def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) ->
 def build_collector(
     settings: TrainSettings,
     engine: Engine,
-    pool: RewardPool,
+    scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
 ) -> Collector:
     """What makes the groups that are trained on."""
     return Collector(
         engine=engine,
-        scorer=pool,
+        scorer=scorer,
         prompts=prompts,
         decode=texts_decoder(tokenizer),
         params=sampling_params(settings.rollout.sampling, settings.rollout),
         samples_per_prompt=settings.batch.samples_per_prompt,
         seed=settings.seed,
+        system_prompt=settings.data.system_prompt,
     )
 
 
 def build_validator(
     settings: TrainSettings | EvalSettings,
     engine: Engine,
-    pool: RewardPool,
+    scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
 ) -> Validator:
@@ -341,12 +342,13 @@ def build_validator(
     validation, rollout = settings.validation, settings.rollout
     collector = Collector(
         engine=engine,
-        scorer=pool,
+        scorer=scorer,
         prompts=prompts,
         decode=texts_decoder(tokenizer),
         params=sampling_params(validation.sampling, rollout, validation.max_response_tokens),
         samples_per_prompt=validation.samples_per_prompt,
         seed=settings.seed,
         purpose="validation",
+        system_prompt=settings.data.system_prompt,
     )
     return Validator(collector, validation, rollout.deadline_s)

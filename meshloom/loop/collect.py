@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,24 +18,14 @@ from meshloom.data.rows import Prompt
 from meshloom.loop.control import tried_twice
 from meshloom.loop.stage import Attempt, Collected, Draw
 from meshloom.observe.timing import PhaseClock
-from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
+from meshloom.plan.residency import Phase
+from meshloom.rewards.combined import Scorer, Scoring
+from meshloom.rewards.outcome import RewardRequest
 from meshloom.rollout.protocol import Completion, Engine, FinishReason, Request, SamplingParams
 from meshloom.samples import Samples
 
 UNFINISHED = (FinishReason.DEADLINE, FinishReason.ABORTED)
 _MOMENT_S = 0.02
-
-
-class Scoring(Protocol):
-    """A reward on its way."""
-
-    def result(self) -> Reward: ...
-
-
-class Scorer(Protocol):
-    """What scores: see ``rewards.pool.RewardPool``."""
-
-    def submit(self, request: RewardRequest) -> Scoring: ...
 
 
 def sample_seed(run_seed: int, draw: int, index: int, purpose: str = "train") -> int:
@@ -57,6 +47,8 @@ class Collector:
         samples_per_prompt: samples of each draw.
         seed: the run's seed.
         purpose: keeps the seeds of training and validation apart.
+        system_prompt: that stands before each chat.
+        enter: called as a phase begins that comes after the first: scoring, and generating once more.
     """
 
     engine: Engine
@@ -67,6 +59,8 @@ class Collector:
     samples_per_prompt: int
     seed: int
     purpose: str = "train"
+    system_prompt: str | None = None
+    enter: Callable[[Phase], None] = lambda phase: None
     decode_at_once: int = 64
     """Samples whose text is made in one call, when many finish together."""
 
@@ -84,7 +78,12 @@ class Collector:
         A draw with unfinished samples is tried once more, with the same deadline, then dropped.
         """
         first = self.attempt(draws, deadline_s=deadline_s, clock=clock)
-        return tried_twice(draws, first, lambda again: self.attempt(again, deadline_s=deadline_s, clock=clock))
+
+        def again(unfinished: Sequence[Draw]) -> Attempt[Samples]:
+            self.enter(Phase.GENERATE)
+            return self.attempt(unfinished, deadline_s=deadline_s, clock=clock)
+
+        return tried_twice(draws, first, again)
 
     def attempt(self, draws: Sequence[Draw], *, deadline_s: float, clock: PhaseClock) -> Attempt[Samples]:
         """Generate and score the samples of each draw, once."""
@@ -94,9 +93,13 @@ class Collector:
             texts = self.decode([completion.ids for completion in completions])
             for completion, text in zip(completions, texts, strict=True):
                 prompt = self.prompts[by_number[completion.request_id].prompt]
-                scoring = self.scorer.submit(_reward_request(prompt, text, completion))
-                finished[completion.request_id][completion.index] = (completion, text, scoring)
+                scoring = self.scorer.submit(self._reward_request(prompt, text, completion))
+                group = finished[completion.request_id]
+                group[completion.index] = (completion, text, scoring)
+                if len(group) == self.samples_per_prompt:
+                    self.scorer.begin([group[place][2] for place in sorted(group)])
         with clock.phase("score"):
+            self.enter(Phase.SCORE)
             for parts in finished.values():
                 for _, _, scoring in parts.values():
                     scoring.result()
@@ -158,9 +161,26 @@ class Collector:
             meta={
                 "response": [text for _, text, _ in parts],
                 "finish": [c.finish.value for c in completions],
-                "invalid": [_reason(r.reason, r.detail) for r in rewards],
+                "invalid": [r.why or None for r in rewards],
                 "parts": [dict(r.parts) for r in rewards],
+                "failed": [dict(r.failed) for r in rewards],
             },
+        )
+
+    def _reward_request(self, prompt: Prompt, text: str, completion: Completion) -> RewardRequest:
+        told = prompt.row.prompt
+        chat = [{"role": "user", "content": told}] if isinstance(told, str) else told
+        before = [] if not self.system_prompt else [{"role": "system", "content": self.system_prompt}]
+        return RewardRequest(
+            response=text,
+            answer=prompt.row.answer,
+            data_source=prompt.row.data_source,
+            extra=prompt.row.extra,
+            prompt=prompt.text,
+            finish=completion.finish.value,
+            prompt_ids=prompt.ids,
+            response_ids=completion.ids,
+            chat=[*before, *chat],
         )
 
 
@@ -169,25 +189,11 @@ def _column(parts: Sequence[Sequence[float] | np.ndarray], dtype: type) -> torch
     return torch.from_numpy(np.concatenate([np.asarray(part, dtype=dtype) for part in parts]))
 
 
-def _reason(reason: InvalidReason | None, detail: str) -> str | None:
-    return None if reason is None else f"{reason.value}: {detail}" if detail else reason.value
-
-
-def _reward_request(prompt: Prompt, text: str, completion: Completion) -> RewardRequest:
-    return RewardRequest(
-        response=text,
-        answer=prompt.row.answer,
-        data_source=prompt.row.data_source,
-        extra=prompt.row.extra,
-        prompt=prompt.text,
-        finish=completion.finish.value,
-    )
-
-
 def sample_records(samples: Samples, prompts: Sequence[Prompt], *, step: int, kind: str) -> list[dict[str, Any]]:
     """Samples as the run folder's records."""
     records = []
     has_advantage = "advantage" in samples.rows
+    failed = samples.meta.get("failed", [{}] * len(samples))
     columns = zip(samples.column("ids"), samples.column("version"), strict=True)
     rows = {name: samples.rows[name].tolist() for name in ("prompt", "group", "reward", "valid")}
     for i, (ids, versions) in enumerate(columns):
@@ -211,6 +217,7 @@ def sample_records(samples: Samples, prompts: Sequence[Prompt], *, step: int, ki
                 "finish": samples.meta["finish"][i],
                 "versions": [int(versions[own:].min()), int(versions[own:].max())],
                 "parts": samples.meta["parts"][i],
+                **({"failed": failed[i]} if failed[i] else {}),
             }
         )
     return records

@@ -16,6 +16,7 @@ from meshloom.config.settings import EvalSettings
 from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
 from meshloom.loop.build import build_actor, build_engine, build_validator, check_engine, require_vocabulary
+from meshloom.loop.rewarding import open_rewards
 from meshloom.observe.format import number_text, plural
 from meshloom.observe.names import METRICS
 from meshloom.observe.report import write_report
@@ -23,7 +24,6 @@ from meshloom.observe.run_folder import RunFolder, RunState, check_free
 from meshloom.observe.timing import PhaseClock, peak_memory
 from meshloom.plan.build import build_plan
 from meshloom.plan.report import plan_json, plan_text
-from meshloom.rewards.pool import RewardPool
 from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
 from meshloom.train.model import MicrobatchBound
 
@@ -92,7 +92,7 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
     if rendered.dropped:
         console.print(f"{rendered.dropped} prompts longer than data.max_prompt_tokens were dropped", highlight=False)
     with ExitStack() as resources:
-        pool = resources.enter_context(RewardPool(settings.reward, {prompt.row.data_source for prompt in prompts}))
+        pool = resources.enter_context(open_rewards(settings, {prompt.row.data_source for prompt in prompts}))
         bound = MicrobatchBound(settings.data.max_prompt_tokens + settings.rollout.max_response_tokens)
         model = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
         longest = settings.validation.max_response_tokens

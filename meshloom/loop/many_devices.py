@@ -1,7 +1,7 @@
 """A run over several devices: its workers, and the roles on them behind the objects that the loop uses.
 
-Owns: starting the workers of a run and giving each role its ranks. Refuses to know: the algorithm (``loop.rl``), the order of a
-run (``loop.control``), how processes are started (``fabric``). Always holds: everything that can be wrong with the input is
+Owns: starting the workers of a run and giving each role its ranks. Refuses to know: the algorithm (``loop.rl``), the order of
+a run (``loop.control``), how processes are started (``fabric``). Always holds: everything that can be wrong with the input is
 found before the run folder is touched; the order of prompts, the buffer and the records are this process's, the models the
 workers'.
 """
@@ -35,6 +35,7 @@ from meshloom.loop.control import ControlLoop, Schedule
 from meshloom.loop.model_role import RemoteModel, RemoteReference, Sharing
 from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteStage
 from meshloom.loop.replicas import RemoteEngine
+from meshloom.loop.rewarding import open_rewards
 from meshloom.loop.rl import Roles, standing
 from meshloom.loop.session import Cut, Session, read_cut
 from meshloom.loop.worker_host import WorkerHost, ranks_of
@@ -48,7 +49,6 @@ from meshloom.plan.layout import Layout, RoleLayout, share_devices
 from meshloom.plan.model_folder import read_model_folder
 from meshloom.plan.parameters import UnknownFamily, count_parameters
 from meshloom.plan.placement import Role
-from meshloom.rewards.pool import RewardPool
 from meshloom.rollout.vllm_build import require_vllm
 from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
 
@@ -90,7 +90,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
         free = [facts.free_bytes for facts in told if facts.free_bytes is not None]
         plan, settings = finish_plan(settings, len(prompts), min(free, default=None))
         sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
-        pool = resources.enter_context(RewardPool(settings.reward, sources))
+        pool = resources.enter_context(open_rewards(settings, sources))
         roles = _Ranks(settings, plan.layout, workers)
         checkpoint_bytes = roles.build(checkpoint, cut, [prompt.ids for prompt in (*prompts, *held_out)])
         engine = roles.engine()

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from meshloom.config.errors import RunFault
+from meshloom.config.reward_settings import component_names
 from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.loop.collect import Collector, sample_records
+from meshloom.loop.component_watch import ComponentWatch, component_metrics
 from meshloom.loop.objective import PolicyObjective, learned, update_metrics, with_advantages
 from meshloom.loop.residents import Residents
 from meshloom.loop.session import Cut, Session, Snapshot
@@ -110,6 +112,7 @@ class RLStage:
 
     def __post_init__(self) -> None:
         self.spread = SpreadWatch(self.settings, self.session.display.notice)
+        self.components = ComponentWatch(component_names(self.settings.reward), self.session.display.notice)
 
     @property
     def stop_wanted(self) -> bool:
@@ -127,6 +130,7 @@ class RLStage:
         """Log-probs where the algorithm needs them before the update, and advantages."""
         self.roles.engine.sleep()
         batch = concat([group.content for group in groups])
+        self.components.look(batch)
         check_rewards(batch, self.settings)
         self.spread.look(batch)
         algorithm, temperature = self.settings.algorithm, self.settings.rollout.sampling.temperature
@@ -179,7 +183,9 @@ class RLStage:
         """Write what the step was."""
         self.step = done.step
         batch, steps = done.batch, done.learned.steps
-        metrics = batch_metrics(batch, threshold=self.settings.validation.success_threshold)
+        validation = self.settings.validation
+        metrics = batch_metrics(batch, threshold=validation.success_threshold, component=validation.success_component)
+        metrics |= component_metrics(batch, self.components.names) | self.roles.collector.scorer.take_counts()
         if steps:
             metrics |= update_metrics(done.learned.updates)
             metrics["grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)

@@ -14,6 +14,7 @@ from meshloom.algorithms.shaping import has_spread
 from meshloom.config.errors import RunFault
 from meshloom.config.names import GROUP_ADVANTAGES
 from meshloom.config.settings import TrainSettings
+from meshloom.loop.component_watch import by_component
 from meshloom.loop.validate import length_metrics
 from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples
@@ -36,7 +37,7 @@ def check_rewards(batch: Samples, settings: TrainSettings) -> None:
         reason, count = reasons.most_common(1)[0]
         raise RunFault(
             f"{invalid_share:.0%} of this step's rewards are invalid",
-            where="reward.function",
+            where="reward.components" if settings.reward.components else "reward.function",
             why=f"most often ({count} of {len(batch)}): {reason}",
             fix="mend the reward function, or raise reward.max_invalid_share",
         )
@@ -85,8 +86,8 @@ class SpreadWatch:
         )
 
 
-def batch_metrics(batch: Samples, *, threshold: float) -> dict[str, float]:
-    """Rewards, lengths and groups of a step."""
+def batch_metrics(batch: Samples, *, threshold: float, component: str | None = None) -> dict[str, float]:
+    """Rewards, lengths and groups of a step; a component that is named decides what is solved."""
     valid, reward = batch["valid"], batch["reward"]
     groups = batch["group"].unique()
     with_spread = batch["group"][has_spread(reward, batch["group"], valid)].unique()
@@ -101,8 +102,10 @@ def batch_metrics(batch: Samples, *, threshold: float) -> dict[str, float]:
         metrics |= {
             "reward_mean": float(values.mean()),
             "reward_std": float(values.std(unbiased=False)),
-            "solved_share": float((values >= threshold).double().mean()),
         }
+    judged = by_component(batch, component)
+    if bool(judged["valid"].any()):
+        metrics["solved_share"] = float((judged["reward"][judged["valid"]] >= threshold).double().mean())
     return metrics | _part_means(batch)
 
 

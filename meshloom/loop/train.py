@@ -26,6 +26,7 @@ from meshloom.loop.build import (
 )
 from meshloom.loop.control import ControlLoop, Schedule
 from meshloom.loop.residents import Residents, check_room, folder_of
+from meshloom.loop.rewarding import open_rewards
 from meshloom.loop.rl import RLStage, Roles, standing
 from meshloom.loop.session import read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
@@ -35,7 +36,7 @@ from meshloom.plan.carried_out import carried_out
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import Phase
 from meshloom.plan.stays import Part, stays
-from meshloom.rewards.pool import RewardPool
+from meshloom.rewards.combined import Scorer
 from meshloom.train.ahead import CompileAhead
 from meshloom.train.load import check_model_folder, free_memory, load_tokenizer, pick_device
 from meshloom.train.model import MicrobatchBound, TrainedModel
@@ -79,7 +80,7 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
         order.load(cut.values["order"])
     with ExitStack() as resources:
         sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
-        pool = resources.enter_context(RewardPool(settings.reward, sources))
+        pool = resources.enter_context(open_rewards(settings, sources))
         roles = _build_roles(settings, pool, tokenizer, prompts, held_out, checkpoint)
         require_vocabulary(roles.actor, (prompt.ids for prompt in (*prompts, *held_out)))
         roles.check()
@@ -111,7 +112,7 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
 
 def _build_roles(
     settings: TrainSettings,
-    pool: RewardPool,
+    pool: Scorer,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
     held_out: list[Prompt],

@@ -11,6 +11,7 @@ import torch
 
 from meshloom.config.settings import ValidationSettings
 from meshloom.loop.collect import Collector, sample_records
+from meshloom.loop.component_watch import by_component
 from meshloom.loop.stage import Draw
 from meshloom.observe.statistics import pass_at_k, wilson_interval
 from meshloom.observe.timing import PhaseClock
@@ -48,17 +49,23 @@ class Validator:
         if not collected.groups:
             return Validation(metrics, [])
         samples = concat(collected.groups)
-        metrics |= validation_metrics(samples, threshold=self.settings.success_threshold)
+        metrics |= validation_metrics(
+            samples, threshold=self.settings.success_threshold, component=self.settings.success_component
+        )
         return Validation(metrics, sample_records(samples, prompts, step=step, kind="validation"))
 
 
-def validation_metrics(samples: Samples, *, threshold: float) -> dict[str, float]:
+def validation_metrics(samples: Samples, *, threshold: float, component: str | None = None) -> dict[str, float]:
     """Accuracy with its 95 % Wilson interval, mean@k and pass@k for more than one sample a prompt, reward, length.
 
-    The interval counts prompts, not samples: samples of one prompt are not independent.
+    The interval counts prompts, not samples: samples of one prompt are not independent. With a component, it decides what is
+    solved.
     """
+    mean = {"reward_mean": float(samples["reward"][samples["valid"]].mean())} if bool(samples["valid"].any()) else {}
+    invalid = float((~samples["valid"]).sum())
+    samples = by_component(samples, component)
     valid = samples["valid"]
-    metrics = {"reward_invalid": float((~valid).sum()), **length_metrics(samples)}
+    metrics = {"reward_invalid": invalid, **length_metrics(samples), **mean}
     if not bool(valid.any()):
         return metrics
     solved = (samples["reward"] >= threshold) & valid
@@ -72,7 +79,6 @@ def validation_metrics(samples: Samples, *, threshold: float) -> dict[str, float
         "accuracy": accuracy,
         "accuracy_low": low,
         "accuracy_high": high,
-        "reward_mean": float(samples["reward"][valid].mean()),
     }
     k = min(n for n, _ in counts)
     if k > 1:

@@ -33,7 +33,8 @@ class MetricRecord(TypedDict):
 
 
 class SampleRecord(TypedDict):
-    """One sample, as text and as tokens. An invalid reward is null with its reason in ``invalid``."""
+    """One sample, as text and as tokens. An invalid reward is null with its reason in ``invalid``; where a component of it is
+    invalid, ``failed`` says why, by name."""
 
     step: int
     kind: Kind
@@ -51,6 +52,7 @@ class SampleRecord(TypedDict):
     finish: str
     versions: list[int]
     parts: Mapping[str, float]
+    failed: NotRequired[Mapping[str, str]]
 
 
 def encode(record: Mapping[str, Any]) -> bytes:

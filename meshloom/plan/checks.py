@@ -88,7 +88,8 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
         _check_training_samples(found, settings)
         _check_train_batch(found, settings, num_prompts)
     if not isinstance(settings, SftSettings):
-        _check_reward(found, settings)
+        if settings.reward.function is not None:
+            check_function_name(found, "reward.function", settings.reward.function)
         _check_validation(found, settings)
     if not isinstance(settings, EvalSettings):
         _check_microbatch(found, settings)
@@ -126,22 +127,29 @@ def _files_near(file: Path) -> str:
     return f"files nearby: {', '.join(str(file.parent / name) for name in near)}" if near else "give an existing file"
 
 
-def _check_reward(found: Findings, settings: TrainSettings | EvalSettings) -> None:
-    file, colon, _ = (settings.reward.function or "").rpartition(":")
+def check_function_name(found: Findings, path: str, name: str) -> None:
+    """Whether a reward function's file, or the verifier of that name, exists.
+
+    Args:
+        found: takes refusals.
+        path: the setting.
+        name: its value.
+    """
+    file, colon, _ = name.rpartition(":")
     if colon and not Path(file).is_file():
-        found.refuse("S006", "reward.function", f"there is no file {file}", fix=_files_near(Path(file)))
-    if settings.reward.function is not None and not colon:
-        _check_verifier(found, settings.reward.function)
+        found.refuse("S006", path, f"there is no file {file}", fix=_files_near(Path(file)))
+    if not colon:
+        _check_verifier(found, path, name)
 
 
-def _check_verifier(found: Findings, name: str) -> None:
+def _check_verifier(found: Findings, path: str, name: str) -> None:
     if name in list(Verifier):
         return
     near = difflib.get_close_matches(name, Verifier, n=1)
     why = "a function of your own is named with its file: rewards.py:score"
     fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(Verifier)}"
-    likely = tuple((f"reward.function={value}",) for value in dict.fromkeys([*near, *Verifier]))[:_SUGGESTIONS]
-    found.refuse("S007", "reward.function", f"there is no verifier {name!r}", why=why, fix=fix, suggestions=likely)
+    likely = tuple((f"{path}={value}",) for value in dict.fromkeys([*near, *Verifier]))[:_SUGGESTIONS]
+    found.refuse("S007", path, f"there is no verifier {name!r}", why=why, fix=fix, suggestions=likely)
 
 
 def _check_name(found: Findings, code: str, setting: str, name: str, known: Iterable[str]) -> None:

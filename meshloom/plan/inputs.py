@@ -24,9 +24,10 @@ from meshloom.data.columns import nearest_first, to_row
 from meshloom.data.files import read_file
 from meshloom.data.rows import Row
 from meshloom.data.tasks import PREFIX
-from meshloom.plan.checks import Findings
+from meshloom.plan.checks import Findings, check_function_name
 from meshloom.plan.count import count_rows
 from meshloom.plan.ledger import DERIVED, LedgerLine
+from meshloom.plan.reward_checks import check_components, component_lines, functions_of
 
 AnySettings = TrainSettings | SftSettings | EvalSettings
 
@@ -115,10 +116,14 @@ def _check_template(found: Findings, settings: AnySettings, firsts: Sequence[_Fi
 def _check_reward(
     found: Findings, settings: TrainSettings | EvalSettings, firsts: Mapping[str, Sequence[_First]]
 ) -> None:
-    if settings.reward.function is not None:
-        file, colon, name = settings.reward.function.rpartition(":")
+    for function in functions_of(settings.reward):
+        file, colon, name = function.name.rpartition(":")
         if colon and Path(file).is_file():
-            _check_function(found, Path(file), name)
+            _check_function(found, function.path, Path(file), name)
+        if function.path != "reward.function":
+            check_function_name(found, function.path, function.name)
+    check_components(found, settings)
+    if settings.reward.function is not None or settings.reward.components:
         return
     for path, source in _sources(settings):
         bring_none = [first for first in firsts[path] if not first.row.data_source.startswith(PREFIX)]
@@ -129,17 +134,17 @@ def _check_reward(
             return
 
 
-def _check_function(found: Findings, file: Path, name: str) -> None:
+def _check_function(found: Findings, path: str, file: Path, name: str) -> None:
     """Whether a file has a name at its top level, without running it."""
     if file.suffix != ".py":
         fix = "name a file that ends in .py"
-        found.refuse("W002", "reward.function", f"the reward file {file} is no Python file", fix=fix)
+        found.refuse("W002", path, f"the reward file {file} is no Python file", fix=fix)
         return
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
-        found.refuse("W003", "reward.function", f"the reward file {file} is not Python", why=why)
+        found.refuse("W003", path, f"the reward file {file} is not Python", why=why)
         return
     names = list(_top_level_names(tree.body))
     nodes = list(ast.walk(tree))
@@ -150,7 +155,7 @@ def _check_function(found: Findings, file: Path, name: str) -> None:
     why = f"it has: {', '.join(nearest_first(name, functions)[:10])}" if functions else "it defines no function"
     near = difflib.get_close_matches(name, names, n=1)
     fix = f"did you mean {file}:{near[0]}?" if near else "name a function of the file"
-    found.refuse("W004", "reward.function", f"the reward file {file} has no function {name!r}", why=why, fix=fix)
+    found.refuse("W004", path, f"the reward file {file} has no function {name!r}", why=why, fix=fix)
 
 
 def _top_level_names(body: Sequence[ast.stmt]) -> Iterator[str]:
@@ -226,8 +231,10 @@ def _reward_lines(settings: TrainSettings | EvalSettings, firsts: Sequence[_Firs
         bool(firsts) and all(first.row.data_source.startswith(PREFIX) for first in firsts)
     )
     function = reward.function or (str(Verifier.REASONING_GYM) if brings_one else None)
+    of_one = [] if reward.components else [_given(settings, "reward", "reward function", function, "reward.function")]
     lines = [
-        _given(settings, "reward", "reward function", function, "reward.function"),
+        *of_one,
+        *component_lines(settings),
         _given(settings, "reward", "deadline of a sample", reward.deadline_s, "reward.deadline_s", unit="s"),
     ]
     name, unit = "reward workers", "processes"

@@ -3,7 +3,7 @@
 Always holds: a failure is never a number.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -18,6 +18,12 @@ class InvalidReason(StrEnum):
     """Its process ended."""
     NOT_A_NUMBER = "not_a_number"
     """It returned NaN, an infinity, or something that is no number."""
+    TOO_LONG = "too_long"
+    """It is longer than what scores it can read."""
+    NO_ANSWER = "no_answer"
+    """The judge wrote nothing in which the number could be found."""
+    SERVICE = "service"
+    """The judge's service refused, failed or did not answer."""
     UNFINISHED = "unfinished"
     """The sample was never finished (a deadline of the rollout)."""
 
@@ -33,6 +39,9 @@ class RewardRequest:
         extra: the row's further columns (verl's ``extra_info``).
         prompt: text of the prompt as the model saw it.
         finish: how the response ended (``stop``, ``length``).
+        prompt_ids: tokens of the prompt.
+        response_ids: tokens that were sampled.
+        chat: messages of the prompt, ``{role, content}`` each; a prompt that is plain text is one of the user.
     """
 
     response: str
@@ -41,6 +50,9 @@ class RewardRequest:
     extra: Mapping[str, Any]
     prompt: str
     finish: str
+    prompt_ids: Sequence[int] = ()
+    response_ids: Sequence[int] = ()
+    chat: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +64,15 @@ class Reward:
     detail: str = ""
     """For invalid rewards: the exception, exit signal or value."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers the function returned in its dict, logged by name."""
+    """Further numbers the function returned in its dict, logged by name; of a reward of several components, theirs."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Of a reward of several components: why each invalid one is, by name."""
 
     @property
     def valid(self) -> bool:
         return self.reason is None
+
+    @property
+    def why(self) -> str:
+        """The reason and its detail, in one text; empty for a valid reward."""
+        return "" if self.reason is None else f"{self.reason}: {self.detail}" if self.detail else str(self.reason)

@@ -79,6 +79,13 @@ class RewardPool:
             raise RuntimeError("the reward pool is closed") from self._fault
         return task.future
 
+    def begin(self, scorings: Sequence[object]) -> None:
+        """Samples begin when a worker is free, whatever group they are of."""
+
+    def take_counts(self) -> dict[str, float]:
+        """Nothing is counted here."""
+        return {}
+
     def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         """Score samples and wait for all of them; rewards come in the order of the requests."""
         futures = [self.submit(request) for request in requests]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshloom.rewards.outcome import RewardRequest
+from meshloom.rewards.shaping import SHAPES
 
 Scorer = Callable[[RewardRequest], Any]
 
@@ -113,7 +114,9 @@ VERIFIERS: dict[str, Callable[..., Scorer]] = {
     "regex": regex,
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
+    **SHAPES,
 }
+"""What settings name: verifiers, and shapes of a response."""
 
 
 def _found_answer(response: str) -> str:
