@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 
 from meshloom.cli import main
 from meshloom.config.load import dump_yaml, load_settings
@@ -28,6 +28,7 @@ from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.lesson.model import CHAT_TEMPLATE
 from meshloom.observe.records import read_metrics
 from meshloom.train.checkpoint_store import complete_checkpoints, verify
+from tests.models import tiny_reward_model
 
 # Threads that wait for each other cost a tiny model more than they bring.
 torch.set_num_threads(1)
@@ -76,6 +77,17 @@ def write_model(folder: Path, *, seed: int = 0, template: str | None = CHAT_TEMP
     return folder
 
 
+def write_reward_model(folder: Path, policy: Path, *, seed: int = 7, **changes: Any) -> Path:
+    """A reward model with the tokenizer of a policy's folder; ``changes`` are to its configuration."""
+    tokenizer = AutoTokenizer.from_pretrained(str(policy))
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "head_dim": 8, "max_position_embeddings": 256}
+    with torch.random.fork_rng(devices=[]):
+        tiny_reward_model("qwen3", seed, **(ids | sizes | changes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def write_rows(path: Path, count: int, first: int = 0) -> Path:
     """Sums, with an answer and a worked response."""
     rows = [
@@ -101,7 +113,8 @@ def write_inputs(folder: Path) -> Path:
 
 
 def train_settings(inputs: Path, run_dir: Path, *changes: str) -> TrainSettings:
-    """A run with a reference, two updates a step, validation and background checkpoints; ``changes`` as on the command line."""
+    """A run with a reference, two updates a step, validation and background checkpoints; ``changes`` as on the command
+    line."""
     given = {
         "run_dir": run_dir,
         "seed": 3,

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -48,3 +49,10 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
     """A model of three layers, in eval mode, with transformers' own attention; ``changes`` are to its configuration."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(CONFIGS[family](**changes)).to(dtype).eval()
+
+
+def tiny_reward_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A sequence classifier of three layers, with one output unless ``changes`` say another number of labels."""
+    torch.manual_seed(seed)
+    config = CONFIGS[family](**{"num_labels": 1, **changes})
+    return AutoModelForSequenceClassification.from_config(config).eval()

@@ -140,6 +140,11 @@ class Rewarding(Protocol):
     def overlong(self) -> OverlongSettings | None: ...
 
 
+def reward_models(reward: Rewarding) -> dict[str, RewardModelSettings]:
+    """The reward's models, by component."""
+    return {name: each.model for name, each in reward.components.items() if each.model is not None}
+
+
 def component_names(reward: Rewarding) -> tuple[str, ...]:
     """Names of the reward's components; none where one function alone gives it."""
     if not reward.components and reward.overlong is None:

@@ -16,7 +16,8 @@ from meshloom.config.settings import EvalSettings
 from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
 from meshloom.loop.build import build_actor, build_engine, build_validator, check_engine, require_vocabulary
-from meshloom.loop.rewarding import open_rewards
+from meshloom.loop.reward_models import Models
+from meshloom.loop.rewarding import load_reward_models, open_rewards
 from meshloom.observe.format import number_text, plural
 from meshloom.observe.names import METRICS
 from meshloom.observe.report import write_report
@@ -92,7 +93,10 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
     if rendered.dropped:
         console.print(f"{rendered.dropped} prompts longer than data.max_prompt_tokens were dropped", highlight=False)
     with ExitStack() as resources:
-        pool = resources.enter_context(open_rewards(settings, {prompt.row.data_source for prompt in prompts}))
+        scorers = load_reward_models(settings, pick_device(settings.device))
+        asked = None if scorers is None else Models(scorers.scores)
+        sources = {prompt.row.data_source for prompt in prompts}
+        pool = resources.enter_context(open_rewards(settings, sources, tokenizer, asked))
         bound = MicrobatchBound(settings.data.max_prompt_tokens + settings.rollout.max_response_tokens)
         model = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
         longest = settings.validation.max_response_tokens

@@ -90,7 +90,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
         free = [facts.free_bytes for facts in told if facts.free_bytes is not None]
         plan, settings = finish_plan(settings, len(prompts), min(free, default=None))
         sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
-        pool = resources.enter_context(open_rewards(settings, sources))
+        pool = resources.enter_context(open_rewards(settings, sources, tokenizer, None))
         roles = _Ranks(settings, plan.layout, workers)
         checkpoint_bytes = roles.build(checkpoint, cut, [prompt.ids for prompt in (*prompts, *held_out)])
         engine = roles.engine()

@@ -7,25 +7,46 @@ scored. Always holds: one function alone is scored as it is, by its pool; whatev
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from meshloom.algorithms.shaping import overlong_penalty
 from meshloom.config.errors import UserError
-from meshloom.config.reward_settings import FUNCTION, OVERLONG, ComponentSettings, OverlongSettings
+from meshloom.config.reward_settings import (
+    FUNCTION,
+    OVERLONG,
+    ComponentSettings,
+    JudgeSettings,
+    OverlongSettings,
+    RewardModelSettings,
+    reward_models,
+)
 from meshloom.config.settings import EvalSettings, RewardSettings, TrainSettings
+from meshloom.loop.reward_models import Models, ModelScorer
 from meshloom.rewards.combined import Combination, Component, Computed, Scorer
+from meshloom.rewards.judge import DEADLINE_S, Judge
+from meshloom.rewards.model import RewardModels, open_reader
 from meshloom.rewards.outcome import RewardRequest
 from meshloom.rewards.pool import RewardPool
 
 
 @contextmanager
-def open_rewards(settings: TrainSettings | EvalSettings, data_sources: Iterable[str]) -> Iterator[Scorer]:
+def open_rewards(
+    settings: TrainSettings | EvalSettings,
+    data_sources: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    models: Models | None,
+) -> Iterator[Scorer]:
     """What scores the samples of a run.
 
     Args:
         settings: of the run.
         data_sources: ``data_source`` of all rows, for the default function.
+        tokenizer: of the model that samples.
+        models: where reward models are asked; none where there are none.
 
     Raises:
         UserError: if a component cannot be made.
@@ -36,11 +57,11 @@ def open_rewards(settings: TrainSettings | EvalSettings, data_sources: Iterable[
             yield resources.enter_context(RewardPool(reward, data_sources))
             return
         given = reward.components or {FUNCTION: ComponentSettings(function=reward.function, kwargs=reward.kwargs)}
-        workers = _workers_of_each(reward, given.values())
+        makes = _Makes(settings, data_sources, tokenizer, models, _workers_of_each(reward, given.values()), resources)
         components = [
             Component(
                 name=name,
-                scorer=_scorer(name, component, settings, data_sources, workers, resources),
+                scorer=makes.scorer(name, component),
                 weight=component.weight,
                 fallback=component.fallback,
             )
@@ -52,29 +73,62 @@ def open_rewards(settings: TrainSettings | EvalSettings, data_sources: Iterable[
         yield Combination(tuple(components))
 
 
+def load_reward_models(settings: TrainSettings | EvalSettings, device: torch.device) -> RewardModels | None:
+    """The reward's models on a device; none if it has none.
+
+    Raises:
+        UserError: if one cannot be loaded.
+    """
+    wanted = reward_models(settings.reward)
+    return RewardModels(wanted, device) if wanted else None
+
+
 def _workers_of_each(reward: RewardSettings, components: Iterable[ComponentSettings]) -> int:
     """Processes of each function: all of them together are as many as one alone would have."""
     functions = sum(component.model is None and component.judge is None for component in components)
     return max((reward.workers or len(os.sched_getaffinity(0))) // max(functions, 1), 1)
 
 
-def _scorer(
-    name: str,
-    component: ComponentSettings,
-    settings: TrainSettings | EvalSettings,
-    data_sources: Iterable[str],
-    workers: int,
-    resources: ExitStack,
-) -> Scorer:
-    reward = settings.reward
-    alone = RewardSettings(
-        function=component.function,
-        kwargs=component.kwargs,
-        workers=workers,
-        deadline_s=component.deadline_s or reward.deadline_s,
-    )
-    with _named(name, reward):
-        return resources.enter_context(RewardPool(alone, data_sources))
+@dataclass(frozen=True)
+class _Makes:
+    """Makes the scorers of components."""
+
+    settings: TrainSettings | EvalSettings
+    data_sources: Iterable[str]
+    tokenizer: PreTrainedTokenizerBase
+    models: Models | None
+    workers: int
+    resources: ExitStack
+
+    def scorer(self, name: str, component: ComponentSettings) -> Scorer:
+        if component.judge is not None:
+            return self._judge(name, component, component.judge)
+        if component.model is not None:
+            return self._model(name, component.model)
+        return self._function(name, component)
+
+    def _judge(self, name: str, component: ComponentSettings, judge: JudgeSettings) -> Scorer:
+        kept = Path(judge.cache) if judge.cache else Path(self.settings.run_dir) / f"judge-{name}.sqlite"
+        deadline_s = component.deadline_s or DEADLINE_S
+        return self.resources.enter_context(
+            Judge(name, judge, deadline_s=deadline_s, kept=kept if judge.use_cache else None)
+        )
+
+    def _model(self, name: str, model: RewardModelSettings) -> Scorer:
+        if self.models is None:
+            raise RuntimeError(f"the reward model {name} was not loaded")
+        return ModelScorer(name, open_reader(name, model, self.tokenizer), self.models.ask, self.models.background)
+
+    def _function(self, name: str, component: ComponentSettings) -> Scorer:
+        reward = self.settings.reward
+        alone = RewardSettings(
+            function=component.function,
+            kwargs=component.kwargs,
+            workers=self.workers,
+            deadline_s=component.deadline_s or reward.deadline_s,
+        )
+        with _named(name, reward):
+            return self.resources.enter_context(RewardPool(alone, self.data_sources))
 
 
 @contextmanager

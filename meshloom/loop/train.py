@@ -26,7 +26,8 @@ from meshloom.loop.build import (
 )
 from meshloom.loop.control import ControlLoop, Schedule
 from meshloom.loop.residents import Residents, check_room, folder_of
-from meshloom.loop.rewarding import open_rewards
+from meshloom.loop.reward_models import Models
+from meshloom.loop.rewarding import load_reward_models, open_rewards
 from meshloom.loop.rl import RLStage, Roles, standing
 from meshloom.loop.session import read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
@@ -80,13 +81,17 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
         order.load(cut.values["order"])
     with ExitStack() as resources:
         sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
-        pool = resources.enter_context(open_rewards(settings, sources))
+        scorers = load_reward_models(settings, device)
+        asked = None if scorers is None else Models(scorers.scores)
+        pool = resources.enter_context(open_rewards(settings, sources, tokenizer, asked))
         roles = _build_roles(settings, pool, tokenizer, prompts, held_out, checkpoint)
         require_vocabulary(roles.actor, (prompt.ids for prompt in (*prompts, *held_out)))
         roles.check()
         if cut is not None and checkpoint is not None:
             restore(roles.actor, checkpoint, updates=cut.values["version"])
         planned, models = stays(settings, plan.layout), roles.models()
+        if scorers is not None:
+            models |= {str(Role.REWARD): scorers}
         check_room(folder := folder_of(settings), planned, models)
         session = resources.enter_context(open_session(settings, plan, roles.actor, resume=resume, cut=cut))
         if dropped:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshloom.config.problems import Problem, require_none
+from meshloom.config.reward_settings import reward_models
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.device_checks import lay_out, problem_of
 from meshloom.plan.layout import Layout
@@ -65,6 +66,9 @@ def _refusals(settings: TrainSettings, layout: Layout) -> Iterator[Problem]:
         elif found.role is not Role.ROLLOUT and settings.model.lora is not None and found.mesh.size("tp") > 1:
             path = f"parallel.{found.role}.tensor"
             yield _refusal(settings, path, "adapters on layers that are split over devices", f"{path}=1")
+    for name in reward_models(settings.reward):
+        path = f"reward.components.{name}.model"
+        yield _refusal(settings, path, "a reward model in a run over several devices", "cluster.devices_per_node=1")
     rollout = layout.role(Role.ROLLOUT)
     if rollout is not None and rollout.mesh.size("tp") > 1 and settings.rollout.engine != "vllm":
         yield _refusal(

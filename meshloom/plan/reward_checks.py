@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import SandboxedEnvironment
 
 from meshloom.config.environment import is_set
@@ -29,6 +30,7 @@ from meshloom.config.reward_settings import (
 )
 from meshloom.config.settings import EvalSettings, RewardSettings, TrainSettings
 from meshloom.plan.checks import Findings
+from meshloom.plan.judge_template import JUDGE_FIELDS, judge_template
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
 
@@ -184,7 +186,10 @@ def _check_judge(found: Findings, path: str, judge: JudgeSettings) -> None:
     if judge.prompt is not None and judge.prompt_file is not None:
         found.refuse("W016", f"{path}.prompt", f"{path}.prompt and {path}.prompt_file are both given", fix="keep one")
     try:
-        SandboxedEnvironment().parse(judge_template(judge))
+        unknown = find_undeclared_variables(SandboxedEnvironment().parse(judge_template(judge))) - JUDGE_FIELDS
+        if unknown:
+            what = f"the judge's template uses {', '.join(sorted(unknown))}, which no sample has"
+            found.refuse("W016", f"{path}.prompt", what, fix=f"it may use {', '.join(sorted(JUDGE_FIELDS))}")
     except OSError as error:
         what = f"the judge's template {judge.prompt_file} cannot be read"
         found.refuse("W016", f"{path}.prompt_file", what, why=error.strerror or str(error))
@@ -205,35 +210,6 @@ def _check_judge(found: Findings, path: str, judge: JudgeSettings) -> None:
         found.warn(
             "W019", f"{path}.api_key_variable", what, why="a run without it is refused", fix=f"export {variable}=…"
         )
-
-
-DEFAULT_TEMPLATE = """\
-You are a strict grader. Judge how well the response answers the question.
-
-Question:
-{{ question }}
-{% if answer %}
-Reference answer:
-{{ answer }}
-{% endif %}
-Response:
-{{ response }}
-
-Explain your judgement in a few sentences. Then end with one line of the form
-Score: N
-where N is a whole number from 0 (useless or wrong) to 10 (correct, complete and clear)."""
-
-
-def judge_template(judge: JudgeSettings) -> str:
-    """Text of a judge's template.
-
-    Raises:
-        OSError: if its file cannot be read.
-        UnicodeDecodeError: if its file is no UTF-8 text.
-    """
-    if judge.prompt_file is not None:
-        return Path(judge.prompt_file).read_text(encoding="utf-8")
-    return DEFAULT_TEMPLATE if judge.prompt is None else judge.prompt
 
 
 def component_lines(settings: TrainSettings | EvalSettings) -> Iterator[LedgerLine]:
