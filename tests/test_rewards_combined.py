@@ -20,6 +20,7 @@ from meshloom.plan.build import build_plan
 from meshloom.rewards.combined import Combination, Component, combine
 from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
 from meshloom.samples import Samples
+from meshloom.train.load import load_tokenizer
 from tests.lesson_runs import train_settings, write_inputs
 
 HARSH = """\
@@ -248,7 +249,8 @@ def test_a_component_that_always_fails_stops_the_run_and_is_named(inputs: Path, 
 def test_a_file_that_cannot_be_loaded_is_told_by_its_component(inputs: Path, tmp_path: Path) -> None:
     (inputs / "broken.py").write_text("def score(a, b):\n    return 1\n")
     settings = components(inputs, f"reward.components.worse.function={inputs / 'broken.py'}:score")(tmp_path)
-    with pytest.raises(UserError) as error, open_rewards(settings, {""}):
+    tokenizer = load_tokenizer(inputs / "model")
+    with pytest.raises(UserError) as error, open_rewards(settings, {""}, tokenizer, None):
         pass
     assert error.value.where.startswith("reward.components.worse.function")
 
