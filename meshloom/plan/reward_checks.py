@@ -15,10 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-from jinja2.meta import find_undeclared_variables
-from jinja2.sandbox import SandboxedEnvironment
-
 from meshloom.config.environment import is_set
 from meshloom.config.errors import UserError
 from meshloom.config.reward_settings import (
@@ -185,16 +181,7 @@ def _check_judge(found: Findings, path: str, judge: JudgeSettings) -> None:
         found.refuse("W015", f"{path}.url", f"{judge.url!r} is no address of a service", fix=fix)
     if judge.prompt is not None and judge.prompt_file is not None:
         found.refuse("W016", f"{path}.prompt", f"{path}.prompt and {path}.prompt_file are both given", fix="keep one")
-    try:
-        unknown = find_undeclared_variables(SandboxedEnvironment().parse(judge_template(judge))) - JUDGE_FIELDS
-        if unknown:
-            what = f"the judge's template uses {', '.join(sorted(unknown))}, which no sample has"
-            found.refuse("W016", f"{path}.prompt", what, fix=f"it may use {', '.join(sorted(JUDGE_FIELDS))}")
-    except OSError as error:
-        what = f"the judge's template {judge.prompt_file} cannot be read"
-        found.refuse("W016", f"{path}.prompt_file", what, why=error.strerror or str(error))
-    except (TemplateSyntaxError, UnicodeDecodeError) as error:
-        found.refuse("W016", f"{path}.prompt", "the judge's template is no Jinja template", why=str(error))
+    _check_template(found, path, judge)
     try:
         if re.compile(judge.pattern).groups < 1:
             fix = r"such as score: (\d+)"
@@ -210,6 +197,25 @@ def _check_judge(found: Findings, path: str, judge: JudgeSettings) -> None:
         found.warn(
             "W019", f"{path}.api_key_variable", what, why="a run without it is refused", fix=f"export {variable}=…"
         )
+
+
+def _check_template(found: Findings, path: str, judge: JudgeSettings) -> None:
+    from jinja2 import TemplateSyntaxError
+    from jinja2.meta import find_undeclared_variables
+    from jinja2.sandbox import SandboxedEnvironment
+
+    try:
+        unknown = find_undeclared_variables(SandboxedEnvironment().parse(judge_template(judge))) - JUDGE_FIELDS
+    except OSError as error:
+        what = f"the judge's template {judge.prompt_file} cannot be read"
+        found.refuse("W016", f"{path}.prompt_file", what, why=error.strerror or str(error))
+        return
+    except (TemplateSyntaxError, UnicodeDecodeError) as error:
+        found.refuse("W016", f"{path}.prompt", "the judge's template is no Jinja template", why=str(error))
+        return
+    if unknown:
+        what = f"the judge's template uses {', '.join(sorted(unknown))}, which no sample has"
+        found.refuse("W016", f"{path}.prompt", what, fix=f"it may use {', '.join(sorted(JUDGE_FIELDS))}")
 
 
 def component_lines(settings: TrainSettings | EvalSettings) -> Iterator[LedgerLine]:
