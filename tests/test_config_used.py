@@ -12,6 +12,7 @@ DESCRIBES = {
     PACKAGE / "plan" / name
     for name in (
         "checks.py",
+        "group_checks.py",
         "memory.py",
         "count.py",
         "inputs.py",

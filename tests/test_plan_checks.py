@@ -10,7 +10,8 @@ from meshloom.config.names import REFUSED_ADVANTAGES, Advantage
 from meshloom.config.problems import Problem
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan import build_plan
-from meshloom.plan.checks import check_settings, divisors_around
+from meshloom.plan.checks import Findings, check_settings, divisors_around
+from meshloom.plan.group_checks import check_groups
 
 DATA = "data.train.reasoning_gym=basic_arithmetic"
 
@@ -175,3 +176,21 @@ def test_the_accepted_names_are_those_of_the_algorithms_and_verifiers() -> None:
     assert set(map(str, KlEstimator)) == set(KL_ESTIMATORS) - synonyms
     fixed = {name: loss.reduction for name, loss in POLICY_LOSSES.items() if loss.reduction is not None}
     assert fixed == {str(name): reduction for name, reduction in FIXED_REDUCTIONS.items()}
+
+
+@pytest.mark.parametrize(
+    ("code", "overrides"),
+    [
+        ("A030", ["algorithm.filter_groups.enabled=true", "batch.samples_per_prompt=1"]),
+        ("A031", ["algorithm.filter_groups.enabled=true", "algorithm.advantage=reinforce_plus_plus"]),
+        ("A032", ["algorithm.filter_groups.max_rounds=3"]),
+    ],
+)
+def test_dynamic_sampling_that_cannot_work_is_refused_and_what_is_not_meant_is_told(
+    code: str, overrides: list[str]
+) -> None:
+    found = Findings(given := settings(TrainSettings, *overrides))
+    check_groups(found, given)
+    problem = only([*found.problems, *found.warnings])
+    assert problem.code == code
+    assert bool(found.problems) == (code == "A030")

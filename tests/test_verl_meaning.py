@@ -148,6 +148,23 @@ MEANING = [
 ]
 
 
+_FILTER = "algorithm.filter_groups.enable=True"
+MEANING += [
+    ("algorithm.filter_groups.enabled", True, [_FILTER]),
+    ("algorithm.filter_groups.metric", "acc", [_FILTER, "algorithm.filter_groups.metric=acc"]),
+    ("algorithm.filter_groups.metric", "reward", [_FILTER, "algorithm.filter_groups.metric=seq_reward"]),
+    ("algorithm.filter_groups.max_rounds", 7, [_FILTER, "algorithm.filter_groups.max_num_gen_batches=7"]),
+    ("algorithm.filter_groups.prompts_per_round", 2048, [_FILTER, "data.gen_batch_size=2048"]),
+]
+
+
+def test_rounds_without_a_bound_get_ours_and_it_is_said() -> None:
+    translation = grpo(_FILTER, "algorithm.filter_groups.max_num_gen_batches=0")
+    assert "algorithm.filter_groups.max_rounds" not in translation.settings
+    assert "no bound" in translation.warnings["algorithm.filter_groups.max_num_gen_batches"]
+    assert not translation.refused
+
+
 @pytest.mark.parametrize(("path", "value", "overrides"), MEANING)
 def test_a_key_means_what_it_means_in_verl(path: str, value: Any, overrides: list[str]) -> None:
     translation = grpo(*overrides)
@@ -164,7 +181,7 @@ REFUSED = [
     (f"{ACTOR}.policy_loss.loss_mode", "vanilla, gspo", [f"{ACTOR}.policy_loss.loss_mode=clip_cov"]),
     ("algorithm.use_kl_in_reward", "enters once", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"]),
     ("algorithm.kl_ctrl.type", "fixed", ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"]),
-    ("algorithm.filter_groups.enable", "set it to False", ["algorithm.filter_groups.enable=True"]),
+    ("data.gen_batch_size", "leave it out", ["data.gen_batch_size=2048"]),
     ("algorithm.rollout_correction.rollout_is", "set it to null", ["algorithm.rollout_correction.rollout_is=token"]),
     (f"{ACTOR}.optim.optimizer", "AdamW", [f"{ACTOR}.optim.optimizer=Muon"]),
     (f"{ACTOR}.optim.lr_warmup_steps_ratio", "total_training_steps", [f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"]),

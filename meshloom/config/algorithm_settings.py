@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshloom.config.base import CountOrZero, NotNegative, Positive, Settings, Share
+from meshloom.config.group_settings import FilterGroupsSettings
 from meshloom.config.names import Recipe
 
 
@@ -67,3 +68,5 @@ class AlgorithmSettings(Settings):
     """How many weight versions a sample may be older than the weights it trains; 0 is on-policy."""
     max_sampler_gap: Positive | None = 0.5
     """Stop the run when mean |Δ log-prob| between sampler and trainer exceeds this; none: only measure."""
+    filter_groups: FilterGroupsSettings = FilterGroupsSettings()
+    """Dynamic sampling."""

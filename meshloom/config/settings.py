@@ -20,6 +20,7 @@ from meshloom.config.cluster_settings import (
     Placement,
     PlacementSettings,
 )
+from meshloom.config.group_settings import FilterGroupsSettings
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
 from meshloom.config.reward_settings import ComponentSettings, JudgeSettings, OverlongSettings, RewardModelSettings
 from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
@@ -27,6 +28,7 @@ from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
 __all__ = [
     "AlgorithmSettings",
     "ComponentSettings",
+    "FilterGroupsSettings",
     "JudgeSettings",
     "KlPlace",
     "LoraSettings",

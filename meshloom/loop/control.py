@@ -4,7 +4,10 @@ Owns: the order of a run (roll out, judge, learn, sync, report, validate, save),
 retries and drops, the wish to stop, where a run stands. Refuses to know: tensors, models, engines, devices, files, clocks; a
 ``Stage`` does the work. No torch here, so that a simulation runs this very class. Always holds: every draw is trained on once,
 dropped and counted, or in the buffer when the run is saved; nothing is in flight then; nothing is trained on that is more than
-``max_lag_versions`` behind.
+``max_lag_versions`` behind, but for what dynamic sampling has made beyond a step's need.
+
+With dynamic sampling a step may take several rollouts, called rounds, and what they give beyond its need waits for the next
+step (``loop.sieve``); as many rounds run ahead as steps would.
 
 Synchronous training is asynchronous training with a lag of zero: the rollout of a step is begun as soon as it is sure to be
 fresh enough when its turn comes. A step makes ``updates_per_step`` versions at most, so rollouts may be ``max_lag_versions //
@@ -20,7 +23,8 @@ from meshloom.config.errors import RunFault
 from meshloom.config.settings import TrainSettings
 from meshloom.data.order import PromptOrder
 from meshloom.loop.buffer import GroupBuffer
-from meshloom.loop.stage import Attempt, Collected, Draw, Group, Job, Progress, Stage, StepDone
+from meshloom.loop.sieve import Sieve, SieveRule
+from meshloom.loop.stage import Attempt, Collected, Draw, Group, Job, Progress, Sifted, Stage, StepDone
 from meshloom.plan.lag import most_updates
 
 GroupT = TypeVar("GroupT")
@@ -63,6 +67,7 @@ class Schedule:
         validate_every: steps; 0 for after the last step only.
         save_every: steps; 0 for at the end only.
         deadline_s: of a rollout, named where nothing was finished in it.
+        sieve: numbers of dynamic sampling; none without it.
     """
 
     steps: int
@@ -73,11 +78,13 @@ class Schedule:
     validate_every: int = 0
     save_every: int = 0
     deadline_s: float = float("inf")
+    sieve: SieveRule | None = None
 
     @classmethod
     def of(cls, settings: TrainSettings, steps: int) -> "Schedule":
         """Of a run's settings."""
         return cls(
+            sieve=sieve_rule(settings),
             steps=steps,
             prompts_per_step=settings.batch.prompts_per_step,
             updates_per_step=most_updates(settings.batch),
@@ -92,6 +99,24 @@ class Schedule:
     def steps_ahead(self) -> int:
         """Steps whose rollouts may be in flight, beside the step that is trained next."""
         return self.max_lag_versions // self.updates_per_step
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts that are drawn at once: those of a step, or of a round."""
+        return self.prompts_per_step if self.sieve is None else self.sieve.prompts_per_round
+
+
+def sieve_rule(settings: TrainSettings) -> SieveRule | None:
+    """The numbers of dynamic sampling, where the settings ask for it."""
+    given, batch = settings.algorithm.filter_groups, settings.batch
+    if not given.enabled:
+        return None
+    return SieveRule(
+        prompts_per_step=batch.prompts_per_step,
+        prompts_per_round=given.prompts_per_round or batch.prompts_per_step,
+        max_rounds=given.max_rounds,
+        max_age_versions=settings.algorithm.max_lag_versions + given.surplus_steps * most_updates(batch),
+    )
 
 
 @dataclass(frozen=True)
@@ -130,10 +155,13 @@ class ControlLoop:
     retried: int = 0
     dropped: int = 0
     buffer: GroupBuffer = field(init=False)
+    sieve: Sieve | None = field(init=False, default=None)
     _flights: deque[_Flight] = field(init=False, default_factory=deque)
 
     def __post_init__(self) -> None:
         self.buffer = GroupBuffer(self.schedule.max_lag_versions)
+        if self.schedule.sieve is not None:
+            self.sieve = Sieve(self.schedule.sieve)
 
     def run(self) -> bool:
         """Train until the last step or the wish to stop; whether the last step was reached."""
@@ -152,11 +180,15 @@ class ControlLoop:
         return self.step == schedule.steps
 
     def roll_out(self) -> None:
-        """Begin the rollouts that may begin, and wait for the one whose groups the next step needs.
+        """Begin the rollouts that may begin, and wait for the one whose groups the next step needs; with dynamic sampling, for
+        as many as it needs.
 
         Raises:
             RunFault: if none of its groups was finished.
         """
+        if self.sieve is not None:
+            self._sift(self.sieve)
+            return
         lost = self._draw(self.buffer.drop_stale(self.version))
         anew = _Flight(lost, self.stage.begin_rollout(lost, self.version)) if lost else None
         self._begin()
@@ -164,7 +196,22 @@ class ControlLoop:
             self.buffer.add(self._collect(anew))
         if not len(self.buffer):
             self.buffer.put(self._collect(self._flights.popleft()))
-        if not self.buffer.steps[0]:
+        self._require_any(self.buffer.steps[0])
+
+    def _sift(self, sieve: Sieve) -> None:
+        """Rounds until the next step has enough groups with spread, or has had all of its rounds."""
+        sieve.drop_stale(self.version)
+        self._begin()
+        while sieve.wants_more:
+            if not len(self.buffer):
+                self.buffer.put(self._collect(self._flights.popleft()))
+            groups = self.buffer.take()
+            self._require_any(groups)
+            sieve.look(groups, self.version)
+            self._begin()
+
+    def _require_any(self, groups: Sequence[Group[Any]]) -> None:
+        if not groups:
             raise RunFault(
                 "no group of this step was finished",
                 where="rollout.deadline_s",
@@ -174,7 +221,11 @@ class ControlLoop:
 
     def train(self) -> None:
         """A step on the groups that wait for it: new weights, and the engines have them."""
-        groups = self.buffer.take()
+        sifted: Sifted | None = None
+        if self.sieve is None:
+            groups = self.buffer.take()
+        else:
+            groups, sifted = self.sieve.take()
         lag = self.version - min(group.oldest_version for group in groups)
         batch = self.stage.judge(groups)
         learned = self.stage.learn(batch, self.version)
@@ -191,7 +242,8 @@ class ControlLoop:
                 lag=lag,
                 retried=self.retried,
                 dropped=self.dropped,
-                stale=self.buffer.dropped_stale,
+                stale=self._stale,
+                sifted=sifted,
             )
         )
         self.retried = self.dropped = 0
@@ -204,7 +256,8 @@ class ControlLoop:
         """
         while self._flights:
             self.buffer.put(self._collect(self._flights.popleft()))
-        self.stage.save(self.progress(), self.buffer.groups, self.score)
+        surplus = () if self.sieve is None else self.sieve.kept
+        self.stage.save(self.progress(), (*surplus, *self.buffer.groups), self.score)
         self.saved_step = self.step
 
     def progress(self) -> Progress:
@@ -214,7 +267,8 @@ class ControlLoop:
             version=self.version,
             draws=self.draws,
             order=self.order.state(),
-            stale=self.buffer.dropped_stale,
+            stale=self._stale,
+            surplus=0 if self.sieve is None else len(self.sieve.kept),
             waiting=tuple(map(len, self.buffer.steps)),
             retried=self.retried,
             dropped=self.dropped,
@@ -230,14 +284,22 @@ class ControlLoop:
         self.step, self.version, self.draws = progress.step, progress.version, progress.draws
         self.saved_step = self.step
         self.order.load(progress.order)
-        self.buffer.load(waiting, progress.waiting, progress.stale)
+        self.buffer.load(waiting[progress.surplus :], progress.waiting, progress.stale)
+        if self.sieve is not None:
+            self.sieve.kept = list(waiting[: progress.surplus])
         self.retried, self.dropped = progress.retried, progress.dropped
+
+    @property
+    def _stale(self) -> int:
+        return self.buffer.dropped_stale + (0 if self.sieve is None else self.sieve.dropped_stale)
 
     def _begin(self) -> None:
         """Begin rollouts for the next steps, as far ahead as their samples are sure to be fresh enough."""
         steps = min(1 + self.schedule.steps_ahead, self.schedule.steps - self.step)
+        if self.sieve is not None:
+            steps -= self.sieve.steps_ready
         while len(self.buffer) + len(self._flights) < steps:
-            draws = self._draw(self.schedule.prompts_per_step)
+            draws = self._draw(self.schedule.prompts_per_rollout)
             self._flights.append(_Flight(draws, self.stage.begin_rollout(draws, self.version)))
 
     def _draw(self, count: int) -> tuple[Draw, ...]:

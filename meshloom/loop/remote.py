@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
 from meshloom.loop.model_role import COMPUTE_DEADLINE_S
-from meshloom.loop.rl import RLStage, TakenTurn, oldest_version
+from meshloom.loop.rl import RLStage, TakenTurn, as_groups
 from meshloom.loop.stage import Attempt, Draw, Group
 from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples
@@ -44,8 +44,7 @@ class StartedJob:
         """Wait for it."""
         with self.stage.session.clock.phase("generate"):
             found = self.found.result()
-        groups = {number: Group(number, oldest_version(group), group) for number, group in found.groups.items()}
-        return Attempt(groups, found.unfinished)
+        return as_groups(found, self.stage.settings)
 
 
 @dataclass

@@ -19,7 +19,8 @@ from meshloom.loop.component_watch import ComponentWatch, component_metrics
 from meshloom.loop.objective import PolicyObjective, learned, update_metrics, with_advantages
 from meshloom.loop.residents import Residents
 from meshloom.loop.session import Cut, Session, Snapshot
-from meshloom.loop.stage import Attempt, Draw, Group, Progress, StepDone
+from meshloom.loop.spread import ShortWatch, sifted_metrics, spread_of
+from meshloom.loop.stage import Attempt, Draw, Group, Progress, Spread, StepDone
 from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
 from meshloom.plan.residency import Phase
@@ -82,8 +83,7 @@ class TakenTurn:
             found = stage.roles.collector.attempt(
                 self.draws, deadline_s=stage.settings.rollout.deadline_s, clock=stage.session.clock
             )
-        groups = {number: Group(number, oldest_version(group), group) for number, group in found.groups.items()}
-        return Attempt(groups, found.unfinished)
+        return as_groups(found, stage.settings)
 
 
 @dataclass
@@ -113,6 +113,7 @@ class RLStage:
     def __post_init__(self) -> None:
         self.spread = SpreadWatch(self.settings, self.session.display.notice)
         self.components = ComponentWatch(component_names(self.settings.reward), self.session.display.notice)
+        self.short = ShortWatch(self.settings, self.session.display.notice)
 
     @property
     def stop_wanted(self) -> bool:
@@ -198,8 +199,11 @@ class RLStage:
             "prompts_dropped": done.dropped,
             "groups_stale": done.stale,
         }
-        if self.settings.algorithm.max_lag_versions:
+        if self.settings.algorithm.max_lag_versions or done.sifted is not None:
             metrics["lag_versions"] = done.lag
+        if done.sifted is not None:
+            metrics |= sifted_metrics(done.sifted)
+            self.short.look(done.step, done.sifted)
         metrics |= speed_metrics(batch, self.session.clock, self.roles.actor)
         self.session.log("train", metrics, step=done.step)
         count = self.settings.logging.samples_per_step
@@ -246,7 +250,22 @@ def needs_old_logprob(settings: TrainSettings) -> bool:
     batch, algorithm = settings.batch, settings.algorithm
     whole_step = batch.prompts_per_update in (None, batch.prompts_per_step)
     one_update = whole_step and batch.epochs_per_step == 1
-    return not one_update or algorithm.max_lag_versions > 0 or algorithm.kl is KlPlace.REWARD
+    older = algorithm.max_lag_versions > 0 or (
+        algorithm.filter_groups.enabled and algorithm.filter_groups.surplus_steps
+    )
+    return not one_update or bool(older) or algorithm.kl is KlPlace.REWARD
+
+
+def as_groups(found: Attempt[Samples], settings: TrainSettings) -> Attempt[Group[Samples]]:
+    """What a rollout gave, for the control."""
+    groups = {number: group_of(number, samples, settings) for number, samples in found.groups.items()}
+    return Attempt(groups, found.unfinished)
+
+
+def group_of(number: int, samples: Samples, settings: TrainSettings) -> Group[Samples]:
+    """The samples of a draw, for the control."""
+    spread = spread_of(samples, settings) if settings.algorithm.filter_groups.enabled else Spread.SOME
+    return Group(number, oldest_version(samples), samples, spread)
 
 
 def oldest_version(group: Samples) -> int:
@@ -262,10 +281,10 @@ def cut_of(progress: Progress, waiting: Sequence[Group[Samples]]) -> Cut:
     return Cut(values, {f"buffer/{name}": tensor for name, tensor in tensors.items()})
 
 
-def standing(cut: Cut) -> tuple[Progress, list[Group[Samples]]]:
+def standing(cut: Cut, settings: TrainSettings) -> tuple[Progress, list[Group[Samples]]]:
     """What ``cut_of`` was given."""
     kept = cut.values["buffer"]
     tensors = {name.removeprefix("buffer/"): t for name, t in cut.tensors.items() if name.startswith("buffer/")}
     parts = from_parts(tensors, kept["meta"]).split(kept["groups"]) if kept["groups"] else []
-    groups = [Group(int(part["group"][0]), oldest_version(part), part) for part in parts]
+    groups = [group_of(int(part["group"][0]), part, settings) for part in parts]
     return Progress.of(cut.values), groups

@@ -21,7 +21,8 @@ run that is resumed trains on the very samples that it would have trained on.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
 ContentT = TypeVar("ContentT")
@@ -43,6 +44,19 @@ class Draw:
     prompt: int
 
 
+class Spread(StrEnum):
+    """Whether the rewards of a group tell its samples apart."""
+
+    SOME = "some"
+    """They differ."""
+    ALL_RIGHT = "all_right"
+    """All are the same, and solve the prompt."""
+    ALL_WRONG = "all_wrong"
+    """All are the same, and do not."""
+    TOO_FEW = "too_few"
+    """Fewer than two samples have a valid reward."""
+
+
 @dataclass(frozen=True)
 class Group(Generic[ContentT]):
     """A finished group of samples.
@@ -51,11 +65,13 @@ class Group(Generic[ContentT]):
         number: of its draw.
         oldest_version: of the weights that sampled its oldest token.
         content: the stage's own: the samples, or where they are.
+        spread: of its rewards.
     """
 
     number: int
     oldest_version: int
     content: ContentT
+    spread: Spread = Spread.SOME
 
 
 @dataclass(frozen=True)
@@ -104,6 +120,25 @@ class Learned(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sifted:
+    """What dynamic sampling did for a step.
+
+    Args:
+        rounds: of generation that it took.
+        filtered: groups without spread, by why.
+        missing: groups that the step has fewer than it should, as its rounds were used up.
+        surplus: groups with spread that wait for the next step.
+        is_flat: whether the step has groups without spread, as no round gave another.
+    """
+
+    rounds: int = 0
+    filtered: Mapping[Spread, int] = field(default_factory=dict)
+    missing: int = 0
+    surplus: int = 0
+    is_flat: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepDone(Generic[BatchT, LearnedT]):
     """A step that is over.
 
@@ -117,6 +152,7 @@ class StepDone(Generic[BatchT, LearnedT]):
         retried: draws that needed another job.
         dropped: draws that were given up.
         stale: groups that were too old to be trained on, since the run began.
+        sifted: what dynamic sampling did; none without it.
     """
 
     step: int
@@ -128,6 +164,7 @@ class StepDone(Generic[BatchT, LearnedT]):
     retried: int
     dropped: int
     stale: int
+    sifted: Sifted | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +177,8 @@ class Progress:
         draws: made so far.
         order: of the prompts, as ``PromptOrder.state``.
         stale: groups that were too old to be trained on.
-        waiting: groups that wait for each of the next steps.
+        surplus: groups that were generated beyond what a step needed.
+        waiting: groups that wait for each of the next steps; with dynamic sampling those of each round.
         retried: draws that needed another job, and no step has reported yet.
         dropped: draws that were given up, and no step has reported yet.
     """
@@ -150,6 +188,7 @@ class Progress:
     draws: int
     order: dict[str, Any]
     stale: int = 0
+    surplus: int = 0
     waiting: tuple[int, ...] = ()
     retried: int = 0
     dropped: int = 0

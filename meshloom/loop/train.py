@@ -103,7 +103,7 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
             stage.await_compiler = ahead.wait
         control = ControlLoop(Schedule.of(settings, plan.steps), stage, order)
         if cut is not None:
-            control.load(*standing(cut))
+            control.load(*standing(cut, settings))
             stage.step = control.step
             roles.engine.load_weights(control.version)
         if residents.is_away(Role.ACTOR, Part.PARAMETERS, Phase.GENERATE):

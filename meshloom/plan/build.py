@@ -17,6 +17,7 @@ from meshloom.plan.compute import NotPossible, compute_ledger
 from meshloom.plan.decoding import engine_line
 from meshloom.plan.device_checks import check_devices, lay_out
 from meshloom.plan.engines import check_engine_settings
+from meshloom.plan.group_checks import check_groups
 from meshloom.plan.inputs import check_inputs
 from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import MICROBATCHES, LedgerLine, batch_ledger, longest_sequence_tokens, sft_steps, train_steps
@@ -124,6 +125,8 @@ def build_plan(
     else:
         found = check_settings(settings, num_prompts)
     check_engine_settings(found, settings)
+    if isinstance(settings, TrainSettings):
+        check_groups(found, settings)
     batch = [line for line in batch_ledger(settings, num_prompts) if not over_devices or line.name != MICROBATCHES]
     chosen = algorithm_lines(settings) if isinstance(settings, TrainSettings) else ()
     lines = [*check_inputs(found, settings), *chosen, *batch, *over_devices]

@@ -41,8 +41,9 @@ def updates_per_step(settings: TrainSettings) -> int:
 
 def computes_old_logprobs(settings: TrainSettings) -> bool:
     """Whether the actor computes log-probs before its updates; before the only one of a step they are the update's own."""
-    algorithm = settings.algorithm
-    return updates_per_step(settings) != 1 or algorithm.max_lag_versions > 0 or algorithm.kl is KlPlace.REWARD
+    algorithm, sifted = settings.algorithm, settings.algorithm.filter_groups
+    older = algorithm.max_lag_versions > 0 or (sifted.enabled and sifted.surplus_steps > 0)
+    return updates_per_step(settings) != 1 or older or algorithm.kl is KlPlace.REWARD
 
 
 def computes_logprobs(settings: TrainSettings) -> bool:

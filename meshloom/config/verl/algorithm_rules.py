@@ -45,13 +45,36 @@ def _estimator(sheet: Sheet) -> None:
     sheet.ignore(f"it belongs to {key}, which is refused", "algorithm.lam")
 
 
+_GROUP_METRICS = {"reward": "reward", "score": "reward", "seq_reward": "reward", "seq_final_reward": "reward"}
+"""verl's names for a sample's reward; another one is a number that the reward function returns."""
+
+
 def _groups(sheet: Sheet) -> None:
-    key = "algorithm.filter_groups.enable"
-    if sheet.flag(key):
-        text = "groups without spread are counted, not dropped and generated again"
-        sheet.refuse(key, f"{text}; set it to False")
-    why = f"it belongs to {key}, which is refused" if key in sheet.refused else "groups are not filtered"
-    sheet.ignore(why, *[name for name in sheet.given.entries if name.startswith("algorithm.filter_groups.")])
+    """Dynamic sampling."""
+    group = "algorithm.filter_groups"
+    key, ours = f"{group}.enable", "algorithm.filter_groups"
+    if not sheet.flag(key):
+        names = [name for name in sheet.given.entries if name.startswith(f"{group}.") and name != key]
+        sheet.set(f"{ours}.enabled", False, key)
+        sheet.ignore("groups are not filtered", *names)
+        return
+    sheet.set(f"{ours}.enabled", True, key)
+    metric, most = f"{group}.metric", f"{group}.max_num_gen_batches"
+    name = sheet.text(metric) or "reward"
+    sheet.set(f"{ours}.metric", _GROUP_METRICS.get(name, name), metric)
+    if name == "seq_final_reward" and sheet.flag("algorithm.use_kl_in_reward"):
+        sheet.warn(metric, "groups are filtered by rewards without the divergence")
+    rounds = sheet.whole(most)
+    if rounds and rounds > 0:
+        sheet.set(f"{ours}.max_rounds", rounds, most)
+    elif most in sheet.given.entries:
+        sheet.count(f"{ours}.max_rounds", most)
+        sheet.warn(
+            most, f"a step ends after {ours}.max_rounds rounds and trains on what there is; verl's 0 has no bound"
+        )
+    sheet.ignore(
+        "how many rounds are in flight follows from algorithm.max_lag_versions", f"{group}.max_inflight_gen_batches"
+    )
 
 
 def _correction(sheet: Sheet) -> None:

@@ -41,8 +41,10 @@ def _files(sheet: Sheet) -> None:
 
 def _gen_batch(sheet: Sheet) -> None:
     key = "data.gen_batch_size"
-    if sheet.has(key) and sheet.value(key) != sheet.value("data.train_batch_size"):
-        why = "a step generates its own prompts only, as groups are neither dropped for lack of spread nor made ahead"
+    if sheet.has(key) and sheet.flag("algorithm.filter_groups.enable"):
+        sheet.set("algorithm.filter_groups.prompts_per_round", sheet.whole(key), key)
+    elif sheet.has(key) and sheet.value(key) != sheet.value("data.train_batch_size"):
+        why = "without algorithm.filter_groups.enable a step generates its own prompts only"
         sheet.refuse(key, f"{why}; leave it out, or set it to data.train_batch_size")
     sheet.ignore("a step generates data.train_batch_size prompts", key)
 
