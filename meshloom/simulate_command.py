@@ -13,6 +13,7 @@ from meshloom.config.settings import TrainSettings
 from meshloom.given import load_given, settings_arguments
 
 DONE = 0
+_SPREAD = 0.5
 
 
 def simulate_command(args: argparse.Namespace) -> int:
@@ -41,6 +42,7 @@ def simulate_command(args: argparse.Namespace) -> int:
         rollout_devices=None if args.rollout_devices is None else _numbers(args.rollout_devices, "--rollout-devices"),
         in_flight=args.weights == "in-flight",
         seed=args.seed,
+        spread=args.spread,
     )
     found = compare(settings, question)
     if args.json:
@@ -69,6 +71,13 @@ def _count(text: str) -> int:
     return number
 
 
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text}")
+    return share
+
+
 def simulate_arguments(parser: argparse.ArgumentParser) -> None:
     settings_arguments(parser, kind="train", resume=False)
     parser.add_argument(
@@ -84,6 +93,8 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reward-s", default="0", metavar="DIST", help="seconds that scoring a sample takes (default: 0)"
     )
+    help_text = f"share of groups whose rewards differ, for algorithm.filter_groups (default: {_SPREAD:g})"
+    parser.add_argument("--spread", type=_share, default=_SPREAD, metavar="SHARE", help=help_text)
     parser.add_argument("--lags", default="0,1,2", metavar="K,K", help="lags to compare, in steps (default: 0,1,2)")
     help_text = "devices that generation may have of its own (default: a quarter, a half, three quarters)"
     parser.add_argument("--rollout-devices", metavar="N,N", help=help_text)

@@ -6,7 +6,7 @@ import pytest
 
 from meshloom.config.errors import UserError
 from meshloom.config.load import dump_yaml, load_settings
-from meshloom.config.names import REFUSED_ADVANTAGES, Advantage
+from meshloom.config.names import GREEDY_ADVANTAGES, REFUSED_ADVANTAGES, Advantage
 from meshloom.config.problems import Problem
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan import build_plan
@@ -73,7 +73,6 @@ def test_the_longest_sample_must_fit_a_microbatch(kind: type, response: str) -> 
     [
         ("A001", ["algorithm.advantage=gpro"], "did you mean grpo?"),
         ("A002", ["algorithm.advantage=gae"], "needs a critic"),
-        ("A002", ["algorithm.advantage=remax"], "needs greedy samples"),
         ("A003", ["algorithm.policy_loss=pppo"], "did you mean ppo?"),
         ("A004", ["algorithm.kl_estimator=k4"], "k1, abs, k2, k3, k1+, abs+, k2+, k3+"),
         ("A005", ["algorithm.reduction=seq-mean-token-sum-norm"], "needs algorithm.reduction_constant"),
@@ -170,6 +169,7 @@ def test_the_accepted_names_are_those_of_the_algorithms_and_verifiers() -> None:
     from meshloom.rewards.verifiers import VERIFIERS
 
     assert set(map(str, Advantage)) == set(ADVANTAGES) - set(REFUSED_ADVANTAGES)
+    assert {name for name in ADVANTAGES if ADVANTAGES[name].needs_greedy} == GREEDY_ADVANTAGES
     assert set(map(str, PolicyLoss)) == set(POLICY_LOSSES)
     assert set(map(str, Verifier)) == set(VERIFIERS)
     synonyms = {name + plus for name in ("kl", "mse", "low_var_kl") for plus in ("", "+")}

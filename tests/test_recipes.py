@@ -51,7 +51,7 @@ def test_a_recipe_is_its_choices_and_reads_back_equal(name: Recipe, tmp_path: Pa
     assert settings == load(f"algorithm.recipe={name}", *one_by_one, *same)
     again = load_settings(TrainSettings, written(tmp_path, dump_yaml(settings)), [])
     assert again == settings
-    assert settings.algorithm.advantage in [*Advantage, "gae", "remax"]
+    assert settings.algorithm.advantage in [*Advantage, "gae"]
     assert settings.algorithm.policy_loss in list(PolicyLoss)
     assert settings.algorithm.kl_estimator in list(KlEstimator)
 

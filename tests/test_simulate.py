@@ -365,3 +365,30 @@ def test_nothing_heavy_is_imported(model: Path) -> None:
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_rounds_of_dynamic_sampling_cost_what_the_share_of_spread_says(model: Path, lag: int) -> None:
+    """Half of the groups have spread: two rounds a step in the long run, since the surplus of a step is kept."""
+    sifted = ("algorithm.filter_groups.enabled=true", "batch.prompts_per_step=32", *(SPLIT if lag else EIGHT))
+    question = Question(steps=20, lags=(lag,), rollout_devices=(), spread=0.5)
+    outcome = compare(settings(model, *sifted, f"algorithm.max_lag_versions={lag}"), question).found[0][1]
+    assert outcome is not None
+    assert outcome.rounds == pytest.approx(2.0, rel=0.15)
+    # With a lag, a round that turns out to be needed waits for the one before it, which the plan does not know.
+    assert outcome.step_s == pytest.approx(outcome.plan_step_s, rel=0.3)
+    assert max(outcome.lags) <= lag + 1
+
+
+def test_greedy_samples_are_generated_and_not_trained_on(model: Path) -> None:
+    question = Question(steps=3, lags=(0,), rollout_devices=())
+    few = ("batch.samples_per_prompt=2", *EIGHT)
+    plain, greedy = (
+        compare(settings(model, *few, f"algorithm.advantage={name}"), question).found[0][1]
+        for name in ("reinforce_plus_plus", "remax")
+    )
+    assert plain is not None
+    assert greedy is not None
+    assert greedy.tokens_per_second * greedy.step_s == pytest.approx(plain.tokens_per_second * plain.step_s)
+    assert greedy.step_s > plain.step_s
+    assert greedy.step_s == pytest.approx(greedy.plan_step_s, rel=0.03)

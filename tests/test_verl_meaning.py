@@ -150,6 +150,7 @@ MEANING = [
 
 _FILTER = "algorithm.filter_groups.enable=True"
 MEANING += [
+    ("algorithm.advantage", "remax", ["algorithm.adv_estimator=remax"]),
     ("algorithm.filter_groups.enabled", True, [_FILTER]),
     ("algorithm.filter_groups.metric", "acc", [_FILTER, "algorithm.filter_groups.metric=acc"]),
     ("algorithm.filter_groups.metric", "reward", [_FILTER, "algorithm.filter_groups.metric=seq_reward"]),
@@ -174,7 +175,6 @@ def test_a_key_means_what_it_means_in_verl(path: str, value: Any, overrides: lis
 
 REFUSED = [
     ("algorithm.adv_estimator", "needs a critic", ["algorithm.adv_estimator=gae"]),
-    ("algorithm.adv_estimator", "greedy samples", ["algorithm.adv_estimator=remax"]),
     ("algorithm.adv_estimator", "grpo, rloo", ["algorithm.adv_estimator=gdpo"]),
     ("critic.optim.lr", "no critic yet", ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-5"]),
     (f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm", [f"{ROLLOUT}.name=sglang"]),

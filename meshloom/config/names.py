@@ -37,6 +37,7 @@ class Advantage(StrEnum):
     REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
     GPG = "gpg"
     GRPO_PASSK = "grpo_passk"
+    REMAX = "remax"
 
 
 class PolicyLoss(StrEnum):
@@ -78,8 +79,11 @@ class Verifier(StrEnum):
     REPETITION_PENALTY = "repetition_penalty"
 
 
-REFUSED_ADVANTAGES = {"gae": "needs a critic", "remax": "needs greedy samples"}
+REFUSED_ADVANTAGES = {"gae": "needs a critic"}
 """Estimators whose inputs a run does not produce, and why."""
+
+GREEDY_ADVANTAGES = frozenset({Advantage.REMAX})
+"""Estimators that need the reward of a greedy sample of each prompt."""
 
 GROUP_ADVANTAGES = frozenset(
     {

@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from meshloom.algorithms.advantages import ADVANTAGES
 from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.resume import as_begun, as_decided, require_same
@@ -328,6 +329,7 @@ def build_collector(
         samples_per_prompt=settings.batch.samples_per_prompt,
         seed=settings.seed,
         system_prompt=settings.data.system_prompt,
+        greedy=ADVANTAGES.find(settings.algorithm.advantage).needs_greedy,
     )
 
 

@@ -7,14 +7,15 @@ tokens that are trained on; a sample that was not finished or not scored never h
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from meshloom.data.rows import Prompt
+from meshloom.loop.baseline import GreedySample, greedy_record, with_baseline
 from meshloom.loop.control import tried_twice
 from meshloom.loop.stage import Attempt, Collected, Draw
 from meshloom.observe.timing import PhaseClock
@@ -24,6 +25,8 @@ from meshloom.rewards.outcome import RewardRequest
 from meshloom.rollout.protocol import Completion, Engine, FinishReason, Request, SamplingParams
 from meshloom.samples import Samples
 
+GREEDY = -1
+"""Index of a draw's greedy sample."""
 UNFINISHED = (FinishReason.DEADLINE, FinishReason.ABORTED)
 _MOMENT_S = 0.02
 
@@ -32,6 +35,15 @@ def sample_seed(run_seed: int, draw: int, index: int, purpose: str = "train") ->
     """Seed of one sample, from what it is: independent of batching, order and process."""
     digest = hashlib.blake2b(f"{purpose}/{run_seed}/{draw}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A finished sample, its text, and its reward on its way."""
+
+    completion: Completion
+    text: str
+    scoring: Scoring
 
 
 @dataclass
@@ -49,6 +61,7 @@ class Collector:
         purpose: keeps the seeds of training and validation apart.
         system_prompt: that stands before each chat.
         enter: called as a phase begins that comes after the first: scoring, and generating once more.
+        greedy: whether each draw has a greedy sample beside its own, whose reward is their baseline.
     """
 
     engine: Engine
@@ -61,6 +74,7 @@ class Collector:
     purpose: str = "train"
     system_prompt: str | None = None
     enter: Callable[[Phase], None] = lambda phase: None
+    greedy: bool = False
     decode_at_once: int = 64
     """Samples whose text is made in one call, when many finish together."""
 
@@ -88,27 +102,25 @@ class Collector:
     def attempt(self, draws: Sequence[Draw], *, deadline_s: float, clock: PhaseClock) -> Attempt[Samples]:
         """Generate and score the samples of each draw, once."""
         by_number = {draw.number: draw for draw in draws}
-        finished: dict[int, dict[int, tuple[Completion, str, Scoring]]] = {draw.number: {} for draw in draws}
+        wanted = self.samples_per_prompt + self.greedy
+        finished: dict[int, dict[int, Scored]] = {draw.number: {} for draw in draws}
         for completions in self._finished(self.engine.generate(self._requests(draws), deadline_s=deadline_s)):
             texts = self.decode([completion.ids for completion in completions])
             for completion, text in zip(completions, texts, strict=True):
-                prompt = self.prompts[by_number[completion.request_id].prompt]
+                number, index = _place(completion)
+                prompt = self.prompts[by_number[number].prompt]
                 scoring = self.scorer.submit(self._reward_request(prompt, text, completion))
-                group = finished[completion.request_id]
-                group[completion.index] = (completion, text, scoring)
-                if len(group) == self.samples_per_prompt:
-                    self.scorer.begin([group[place][2] for place in sorted(group)])
+                group = finished[number]
+                group[index] = Scored(completion, text, scoring)
+                if len(group) == wanted:
+                    self.scorer.begin([group[place].scoring for place in sorted(group)])
         with clock.phase("score"):
             self.enter(Phase.SCORE)
             for parts in finished.values():
-                for _, _, scoring in parts.values():
-                    scoring.result()
-        whole = {draw.number for draw in draws if len(finished[draw.number]) == self.samples_per_prompt}
-        groups = {
-            draw.number: self._group(draw, [finished[draw.number][k] for k in range(self.samples_per_prompt)])
-            for draw in draws
-            if draw.number in whole
-        }
+                for part in parts.values():
+                    part.scoring.result()
+        whole = {draw.number for draw in draws if len(finished[draw.number]) == wanted}
+        groups = {draw.number: self._group(draw, finished[draw.number]) for draw in draws if draw.number in whole}
         return Attempt(groups, [draw for draw in draws if draw.number not in whole])
 
     def _finished(self, completions: Iterable[Completion]) -> Iterator[list[Completion]]:
@@ -127,7 +139,7 @@ class Collector:
             yield batch
 
     def _requests(self, draws: Sequence[Draw]) -> list[Request]:
-        return [
+        requests = [
             Request(
                 id=draw.number,
                 prompt_ids=self.prompts[draw.prompt].ids,
@@ -136,15 +148,20 @@ class Collector:
             )
             for draw in draws
         ]
+        if self.greedy:
+            params = replace(self.params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+            requests += [replace(each, id=_greedy_id(each.id), params=params, seeds=[0]) for each in requests]
+        return requests
 
-    def _group(self, draw: Draw, parts: Sequence[tuple[Completion, str, Scoring]]) -> Samples:
+    def _group(self, draw: Draw, found: Mapping[int, "Scored"]) -> Samples:
+        parts = [found[k] for k in range(self.samples_per_prompt)]
         prompt = self.prompts[draw.prompt]
         prompt_length = len(prompt.ids)
-        completions = [completion for completion, _, _ in parts]
-        rewards = [scoring.result() for _, _, scoring in parts]
+        completions = [part.completion for part in parts]
+        rewards = [part.scoring.result() for part in parts]
         count = len(parts)
         read = np.zeros(prompt_length)
-        return Samples(
+        group = Samples(
             lengths=torch.tensor([prompt_length + len(c.ids) for c in completions]),
             tokens={
                 "ids": _column([part for c in completions for part in (prompt.ids, c.ids)], np.int64),
@@ -159,13 +176,14 @@ class Collector:
                 "valid": torch.tensor([r.valid for r in rewards]),
             },
             meta={
-                "response": [text for _, text, _ in parts],
+                "response": [part.text for part in parts],
                 "finish": [c.finish.value for c in completions],
                 "invalid": [r.why or None for r in rewards],
                 "parts": [dict(r.parts) for r in rewards],
                 "failed": [dict(r.failed) for r in rewards],
             },
         )
+        return with_baseline(group, _greedy_sample(found[GREEDY])) if self.greedy else group
 
     def _reward_request(self, prompt: Prompt, text: str, completion: Completion) -> RewardRequest:
         told = prompt.row.prompt
@@ -184,6 +202,30 @@ class Collector:
         )
 
 
+def _greedy_id(number: int) -> int:
+    """Request of a draw's greedy sample."""
+    return -1 - number
+
+
+def _place(completion: Completion) -> tuple[int, int]:
+    """Draw of a sample, and which of its samples it is."""
+    number = completion.request_id
+    return (_greedy_id(number), GREEDY) if number < 0 else (number, completion.index)
+
+
+def _greedy_sample(scored: "Scored") -> GreedySample:
+    completion, reward = scored.completion, scored.scoring.result()
+    return GreedySample(
+        response=scored.text,
+        ids=tuple(completion.ids),
+        finish=completion.finish.value,
+        reward=reward.value,
+        invalid=reward.why or None,
+        parts=dict(reward.parts),
+        versions=(min(completion.versions), max(completion.versions)),
+    )
+
+
 def _column(parts: Sequence[Sequence[float] | np.ndarray], dtype: type) -> torch.Tensor:
     """Pieces end to end, as a tensor."""
     return torch.from_numpy(np.concatenate([np.asarray(part, dtype=dtype) for part in parts]))
@@ -199,18 +241,23 @@ def sample_records(samples: Samples, prompts: Sequence[Prompt], *, step: int, ki
     for i, (ids, versions) in enumerate(columns):
         prompt = prompts[rows["prompt"][i]]
         own = len(prompt.ids)
+        of_prompt = {
+            "step": step,
+            "kind": kind,
+            "row": prompt.row.index,
+            "group": rows["group"][i],
+            "prompt": prompt.text,
+            "prompt_ids": list(prompt.ids),
+            "answer": prompt.row.answer,
+            "data_source": prompt.row.data_source,
+        }
+        if (greedy := greedy_record(samples, i)) is not None:
+            records.append({**of_prompt, **greedy})
         records.append(
             {
-                "step": step,
-                "kind": kind,
-                "row": prompt.row.index,
-                "group": rows["group"][i],
-                "prompt": prompt.text,
+                **of_prompt,
                 "response": samples.meta["response"][i],
-                "prompt_ids": list(prompt.ids),
                 "response_ids": ids[own:].tolist(),
-                "answer": prompt.row.answer,
-                "data_source": prompt.row.data_source,
                 "reward": rows["reward"][i] if rows["valid"][i] else None,
                 "invalid": samples.meta["invalid"][i],
                 "advantage": float(samples.rows["advantage"][i]) if has_advantage else None,

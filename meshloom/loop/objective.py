@@ -28,7 +28,8 @@ from meshloom.train.model import LossParts
 def with_advantages(samples: Samples, settings: AlgorithmSettings) -> Samples:
     """The batch with ``advantages`` for each token and ``advantage`` (their mean) for each sample.
 
-    Reads ``reward``, ``valid``, ``group`` and, for a divergence in the reward, ``old_logprob`` and ``reference_logprob``.
+    Reads ``reward``, ``valid``, ``group``, ``greedy_reward`` where the estimator needs it and, for a divergence in the reward,
+    ``old_logprob`` and ``reference_logprob``.
     """
     mask_T, lengths_S = samples["mask"], samples.lengths
     rewards_T = place_rewards(samples["reward"], mask_T, lengths_S)
@@ -41,6 +42,7 @@ def with_advantages(samples: Samples, settings: AlgorithmSettings) -> Samples:
         lengths_S=lengths_S,
         group_S=samples["group"],
         valid_S=samples["valid"],
+        greedy_reward_S=samples.rows.get("greedy_reward"),
         gamma=settings.gamma,
         lam=settings.lam,
         normalize_by_std=settings.normalize_by_std,

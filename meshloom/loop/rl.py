@@ -14,6 +14,7 @@ import torch
 from meshloom.config.errors import RunFault
 from meshloom.config.reward_settings import component_names
 from meshloom.config.settings import KlPlace, TrainSettings
+from meshloom.loop.baseline import baseline_metrics
 from meshloom.loop.collect import Collector, sample_records
 from meshloom.loop.component_watch import ComponentWatch, component_metrics
 from meshloom.loop.objective import PolicyObjective, learned, update_metrics, with_advantages
@@ -187,6 +188,7 @@ class RLStage:
         validation = self.settings.validation
         metrics = batch_metrics(batch, threshold=validation.success_threshold, component=validation.success_component)
         metrics |= component_metrics(batch, self.components.names) | self.roles.collector.scorer.take_counts()
+        metrics |= baseline_metrics(batch)
         if steps:
             metrics |= update_metrics(done.learned.updates)
             metrics["grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)

@@ -65,7 +65,8 @@ class SpreadWatch:
         settings, valid = self.settings, batch["valid"]
         grouped = settings.algorithm.advantage in GROUP_ADVANTAGES and settings.batch.samples_per_prompt > 1
         group = batch["group"] if grouped else torch.zeros_like(batch["group"])
-        if bool(has_spread(batch["reward"], group, valid).any()):
+        baseline = batch.rows.get("greedy_reward", batch["reward"])
+        if bool(has_spread(batch["reward"], group, valid).any() or (batch["reward"] != baseline)[valid].any()):
             self.in_a_row = 0
             return
         self.in_a_row += 1

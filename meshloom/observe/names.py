@@ -82,6 +82,8 @@ _ALL = (
     _metric("reward_invalid", "Invalid rewards", U.COUNT, B.DOWN, S.LEARNING, "Samples whose reward function failed, timed out or gave no number; they are not trained on."),
     _metric("samples", "Samples", U.COUNT, B.NEITHER, S.LEARNING, "Samples of the step, invalid ones among them."),
     _metric("groups_without_spread", "Groups without spread", U.COUNT, B.DOWN, S.LEARNING, "Groups whose samples all got the same reward and so teach nothing."),
+    _metric("greedy_reward_mean", "Greedy reward", U.NONE, B.UP, S.LEARNING, "Mean reward of the greedy samples that are the baseline of their prompts' others."),
+    _metric("greedy_invalid", "Invalid baselines", U.COUNT, B.DOWN, S.LEARNING, "Groups whose greedy sample has no valid reward; they are not trained on."),
     _metric("rollout_rounds", "Rounds", U.COUNT, B.DOWN, S.LEARNING, "Rounds of generation that dynamic sampling took for the step."),
     _metric("groups_filtered", "Groups replaced", U.COUNT, B.DOWN, S.LEARNING, "Groups without spread that dynamic sampling replaced by new ones."),
     _metric("groups_missing", "Groups missing", U.COUNT, B.DOWN, S.LEARNING, "Groups that the step had too few, as dynamic sampling had used up its rounds."),

@@ -37,7 +37,7 @@ class SampleRecord(TypedDict):
     invalid, ``failed`` says why, by name."""
 
     step: int
-    kind: Kind
+    kind: Kind | Literal["greedy"]
     row: int
     group: int
     prompt: str

@@ -4,7 +4,7 @@ Owns: putting ledgers and checks together. Refuses to know: how anything is exec
 device is touched, no weight is read; what is wrong is collected, not raised, until ``require`` is called.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from meshloom.plan.compute import NotPossible, compute_ledger
 from meshloom.plan.decoding import engine_line
 from meshloom.plan.device_checks import check_devices, lay_out
 from meshloom.plan.engines import check_engine_settings
+from meshloom.plan.generated import generation_lines
 from meshloom.plan.group_checks import check_groups
 from meshloom.plan.inputs import check_inputs
 from meshloom.plan.layout import Layout
@@ -128,7 +129,10 @@ def build_plan(
     if isinstance(settings, TrainSettings):
         check_groups(found, settings)
     batch = [line for line in batch_ledger(settings, num_prompts) if not over_devices or line.name != MICROBATCHES]
-    chosen = algorithm_lines(settings) if isinstance(settings, TrainSettings) else ()
+    chosen: Iterable[LedgerLine] = ()
+    if isinstance(settings, TrainSettings):
+        chosen = algorithm_lines(settings)
+        batch += generation_lines(settings)
     lines = [*check_inputs(found, settings), *chosen, *batch, *over_devices]
     if unread is not None:
         found.refuse("M001", "model.path", unread.what, why=unread.why, fix=unread.fix)

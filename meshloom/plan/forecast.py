@@ -12,6 +12,7 @@ from types import MappingProxyType
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.arithmetic import Work
 from meshloom.plan.constants import Cluster, Constants, assumptions
+from meshloom.plan.generated import in_rounds, prompts_at_once, samples_each
 from meshloom.plan.lag import runs_ahead
 from meshloom.plan.layout import Layout, share_devices
 from meshloom.plan.ledger import DERIVED, LedgerLine
@@ -260,15 +261,15 @@ def phase_times(
     work = lengths.work(samples, batch.samples_per_prompt)
     rollout = layout.role(Role.ROLLOUT)
     if engine is not None and rollout is not None:
-        prompts = ceil_div(batch.prompts_per_step, rollout.replicas)
+        prompts = ceil_div(prompts_at_once(settings), rollout.replicas)
         requests = Requests(
-            samples=prompts * batch.samples_per_prompt,
+            samples=prompts * samples_each(settings),
             prompts=prompts,
             prompt_tokens=lengths.prompt,
             response_tokens=lengths.response,
             longest=lengths.longest,
         )
-        yield generate_time(engine, requests, cluster, constants)
+        yield in_rounds(generate_time(engine, requests, cluster, constants), settings)
     for role in models.values():
         if Phase.LOGPROB in role.computes:
             yield forward_time(role, work, cluster, constants, Phase.LOGPROB)

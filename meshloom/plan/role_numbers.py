@@ -9,6 +9,7 @@ from dataclasses import replace
 from meshloom.config.cluster_settings import RoleOffloadSettings
 from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.plan.compute import compiles, logits_chunk_bytes
+from meshloom.plan.generated import prompts_at_once, samples_each
 from meshloom.plan.layout import Layout, RoleLayout, share_devices
 from meshloom.plan.ledger import longest_sample_tokens, most_computed_tokens, most_microbatches, samples_per_update
 from meshloom.plan.memory import compute_bytes, on_gpu
@@ -127,7 +128,7 @@ def engine_role(settings: TrainSettings, layout: Layout, model: DecoderNumbers) 
         return None
     rollout, gpu, vllm = settings.rollout, on_gpu(settings.device), settings.rollout.engine == "vllm"
     tensor, longest = found.mesh.size("tp"), longest_sample_tokens(settings)
-    samples = ceil_div(settings.batch.prompts_per_step, found.replicas) * settings.batch.samples_per_prompt
+    samples = ceil_div(prompts_at_once(settings), found.replicas) * samples_each(settings)
     apart = not share_devices(found, layout.role(Role.ACTOR))
     return EngineRole(
         name=str(Role.ROLLOUT),

@@ -19,6 +19,7 @@ from meshloom.plan.auto import choose
 from meshloom.plan.build import build_plan
 from meshloom.plan.faults import overrides
 from meshloom.plan.forecast import Lengths
+from meshloom.plan.generated import SPREAD_SHARE, is_greedy, samples_each
 from meshloom.simulate.costs import Costs
 from meshloom.simulate.lengths import LengthSource, parse_distribution, read_recorded
 from meshloom.simulate.outcome import Options, Outcome, simulate
@@ -41,6 +42,7 @@ class Question:
         rollout_devices: numbers of devices that generation may have of its own; none for a choice.
         in_flight: whether weights move in the midst of samples.
         seed: of the lengths.
+        spread: share of groups whose rewards differ, for dynamic sampling.
     """
 
     steps: int | None = None
@@ -52,6 +54,7 @@ class Question:
     rollout_devices: tuple[int, ...] | None = None
     in_flight: bool = False
     seed: int = 0
+    spread: float = SPREAD_SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,9 @@ def _source(settings: TrainSettings, question: Question) -> LengthSource:
     )
     return LengthSource(
         seed=question.seed,
-        samples_per_prompt=settings.batch.samples_per_prompt,
+        samples_per_prompt=samples_each(settings),
+        is_greedy=is_greedy(settings),
+        spread=question.spread,
         longest=longest,
         prompt=question.prompt_tokens or settings.data.max_prompt_tokens,
         responses=responses,
@@ -228,6 +233,10 @@ def _remarks(comparison: Comparison) -> list[Text]:
         "weights until they are there, the wait for samples among it; idle: share of the time in which devices do nothing;",
         "lag: versions that samples are older than the weights they begin to train. Estimates, by the plan's cost model.",
     ]
+    rounds = [
+        (variant, outcome) for variant, outcome in comparison.found if outcome is not None and outcome.rounds != 1
+    ]
+    lines += [f"{variant.name}: {outcome.rounds:.2f} rounds of generation a step" for variant, outcome in rounds]
     given_up = [(variant, outcome) for variant, outcome in comparison.found if outcome is not None and outcome.dropped]
     lines += [
         f"{variant.name}: {outcome.dropped} groups missed rollout.deadline_s twice" for variant, outcome in given_up

@@ -175,7 +175,7 @@ def work_of(groups: list[Made]) -> Work:
     tokens = predictions = 0
     pairs = 0.0
     for group in groups:
-        prompt, responses = group.drawn.prompt, group.drawn.responses
+        prompt, responses = group.drawn.prompt, group.drawn.trained
         made = sum(responses)
         tokens += prompt + made
         predictions += made

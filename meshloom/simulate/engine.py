@@ -10,14 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshloom.loop.stage import Attempt, Draw, Group
+from meshloom.loop.stage import Attempt, Draw, Group, Spread
 from meshloom.simulate.lengths import Drawn, LengthSource
 from meshloom.simulate.replica import Replica, Share, Speed
 
 
 @dataclass(frozen=True)
 class Made:
-    """A group: its samples, and for each the version of the weights that made its first token."""
+    """A group: its samples, and for each that is trained on the version of the weights that made its first token."""
 
     drawn: Drawn
     versions: tuple[int, ...]
@@ -131,8 +131,10 @@ class VirtualEngine:
                 unfinished.append(draw)
                 continue
             at = max(at, scored)
-            versions = tuple(rollout.versions[samples])
-            groups[draw.number] = Group(draw.number, min(versions), Made(rollout.drawn[place], versions))
+            drawn = rollout.drawn[place]
+            versions = tuple(rollout.versions[samples])[: len(drawn.trained)]
+            spread = Spread.SOME if drawn.has_spread else Spread.ALL_WRONG
+            groups[draw.number] = Group(draw.number, min(versions), Made(drawn, versions), spread)
         return at, Attempt(groups, unfinished)
 
     def advance(self, now: float) -> None:

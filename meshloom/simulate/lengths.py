@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshloom.config.errors import UserError
@@ -115,11 +115,20 @@ class Drawn:
         prompt: tokens of the prompt.
         responses: tokens of each sample.
         rewards_s: seconds until each is scored, once it is finished and a worker is free.
+        is_greedy: whether the last of them is greedy, and not trained on.
+        has_spread: whether their rewards differ.
     """
 
     prompt: int
     responses: tuple[int, ...]
     rewards_s: tuple[float, ...]
+    is_greedy: bool = False
+    has_spread: bool = True
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Tokens of the samples that are trained on."""
+        return self.responses[:-1] if self.is_greedy else self.responses
 
 
 @dataclass(frozen=True)
@@ -163,11 +172,13 @@ class LengthSource:
 
     Args:
         seed: of the simulation.
-        samples_per_prompt: of a draw.
+        samples_per_prompt: of a draw; its greedy one among them.
         longest: response; longer ones are cut.
         prompt: tokens of a prompt.
         responses: distribution of their tokens, or groups of a file; those bring their prompts.
         reward_s: distribution of the seconds that scoring takes.
+        is_greedy: whether the last sample of a draw is greedy.
+        spread: share of draws whose rewards differ.
     """
 
     seed: int
@@ -176,13 +187,17 @@ class LengthSource:
     prompt: int
     responses: Distribution | Recorded
     reward_s: Distribution
+    is_greedy: bool = False
+    spread: float = 1.0
     _drawn: dict[int, Drawn] = field(default_factory=dict)
 
     def of(self, number: int) -> Drawn:
         """The samples of a draw."""
         found = self._drawn.get(number)
         if found is None:
-            found = self._drawn[number] = self._draw(random.Random(f"{self.seed}/{number}"))
+            has_spread = random.Random(f"spread/{self.seed}/{number}").random() < self.spread
+            drawn = self._draw(random.Random(f"{self.seed}/{number}"))
+            found = self._drawn[number] = replace(drawn, is_greedy=self.is_greedy, has_spread=has_spread)
         return found
 
     def _draw(self, chance: random.Random) -> Drawn:

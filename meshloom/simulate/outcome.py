@@ -48,6 +48,7 @@ class Outcome:
         lags: share of samples by how many versions they were older than the weights that they began to train.
         retried: groups that were tried again, in all steps.
         dropped: groups that were given up.
+        rounds: of generation a step takes.
         plan_step_s: that the plan says of a step of mean lengths.
     """
 
@@ -62,6 +63,7 @@ class Outcome:
     lags: Mapping[int, float]
     retried: int
     dropped: int
+    rounds: float
     plan_step_s: float
 
 
@@ -119,6 +121,7 @@ def _outcome(costs: Costs, options: Options, counts: Counts, seconds: float, slo
         lags={lag: number / counts.samples for lag, number in sorted(counts.lags.items())},
         retried=counts.retried,
         dropped=counts.dropped,
+        rounds=counts.rounds / steps,
         plan_step_s=costs.expected.step_s,
     )
 

@@ -52,6 +52,7 @@ class Counts:
         lags: how many samples were so many versions older than the weights that they began to train.
         retried: groups that were tried again.
         dropped: groups that were given up, or too old.
+        rounds: of dynamic sampling.
     """
 
     worked_s: Counter[str] = field(default_factory=Counter)
@@ -65,6 +66,7 @@ class Counts:
     lags: Counter[int] = field(default_factory=Counter)
     retried: int = 0
     dropped: int = 0
+    rounds: int = 0
 
     def since(self, before: "Counts") -> "Counts":
         """What has happened since."""
@@ -125,8 +127,8 @@ class VirtualStage:
     def learn(self, batch: list[Made], version: int) -> Updates:
         for made in batch:
             self.counts.lags.update(version - sampled for sampled in made.versions)
-            self.counts.response_tokens += sum(made.drawn.responses)
-            self.counts.tokens += made.drawn.prompt + sum(made.drawn.responses)
+            self.counts.response_tokens += sum(made.drawn.trained)
+            self.counts.tokens += made.drawn.prompt + sum(made.drawn.trained)
             self.counts.samples += len(made.versions)
         self._spend(self.costs.learning(batch))
         return Updates(self.updates_per_step)
@@ -145,6 +147,7 @@ class VirtualStage:
         self.ends.append(self.now)
         self.counts.retried += done.retried
         self.counts.dropped += done.dropped
+        self.counts.rounds += 1 if done.sifted is None else done.sifted.rounds
         if done.step in self.marks:
             self.engine.advance(self.now)
             replicas = self.engine.replicas

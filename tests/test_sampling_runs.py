@@ -1,0 +1,191 @@
+"""Whole runs on a tiny model: groups that are replaced, greedy baselines, and what a resumed run does again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshloom.loop.baseline import GreedySample, baseline_metrics, with_baseline
+from meshloom.loop.spread import spread_of
+from meshloom.loop.stage import Spread
+from meshloom.loop.train import run_training
+from meshloom.observe.records import read_metrics, read_samples
+from meshloom.samples import Samples
+from tests.lesson_runs import assert_same_run, train_settings, write_inputs
+
+BRIEF = ("algorithm.kl=none", "optimizer.schedule=constant", "checkpoint.keep_last=9", "validation.every_steps=0")
+COARSE = """\
+def score(request):
+    text = request.response
+    return {"score": float(text[:1] in "02468abcdef"), "length": len(text)}
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    (folder / "coarse.py").write_text(COARSE)
+    return folder
+
+
+def train(inputs: Path, run_dir: Path, *changes: str, resume: bool = False) -> Path:
+    assert run_training(train_settings(inputs, run_dir, *BRIEF, *changes), resume=resume) == 0
+    return run_dir
+
+
+def metrics(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
+    return [record["metrics"] for record in read_metrics(run_dir) if record["kind"] == kind]
+
+
+def sifted(inputs: Path) -> tuple[str, ...]:
+    return (
+        f"reward.function={inputs / 'coarse.py'}:score",
+        "algorithm.filter_groups.enabled=true",
+        "algorithm.filter_groups.prompts_per_round=7",
+        "data.validation=null",
+    )
+
+
+@pytest.fixture(scope="module")
+def filtered(inputs: Path) -> Path:
+    return train(inputs, inputs / "filtered", *sifted(inputs), "batch.steps=4", "checkpoint.every_steps=2")
+
+
+def test_every_group_of_a_filtered_run_has_spread_and_what_was_replaced_is_counted(filtered: Path) -> None:
+    samples = [record for record in read_samples(filtered) if record["kind"] == "train"]
+    groups: dict[tuple[int, int], set[float]] = {}
+    for record in samples:
+        groups.setdefault((record["step"], record["group"]), set()).add(record["reward"])
+    assert all(len(rewards) == 2 for rewards in groups.values())
+    assert [sum(step == at for step, _ in groups) for at in (1, 2, 3, 4)] == [4] * 4
+    found = metrics(filtered)
+    assert sum(each["groups_filtered"] for each in found) > 0
+    assert all(each["rollout_rounds"] >= (0 if i else 1) for i, each in enumerate(found))
+    assert max(each["groups_surplus"] for each in found) > 0
+    # A surplus of the step before is one step, which is two versions, older than the weights it trains.
+    assert {each["lag_versions"] for each in found} == {0, 2}
+    for each in found:
+        assert each["groups_filtered"] == sum(
+            each[f"groups_filtered/{why}"] for why in ("all_right", "all_wrong", "too_few")
+        )
+
+
+def test_a_filtered_run_that_is_resumed_repeats_itself_with_the_groups_that_waited(
+    inputs: Path, filtered: Path, tmp_path: Path
+) -> None:
+    every = (*sifted(inputs), "checkpoint.every_steps=2")
+    train(inputs, tmp_path / "run", *every, "batch.steps=2")
+    assert metrics(tmp_path / "run")[-1]["groups_surplus"] > 0
+    train(inputs, tmp_path / "run", *every, "batch.steps=4", resume=True)
+    assert_same_run(filtered, tmp_path / "run")
+
+
+def test_a_task_that_is_solved_trains_on_and_says_that_no_group_has_spread(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "same.py").write_text("def score(request):\n    return 1.0\n")
+    changes = (*sifted(inputs), f"reward.function={tmp_path / 'same.py'}:score", "batch.steps=1")
+    train(inputs, tmp_path / "run", *changes, "algorithm.filter_groups.max_rounds=2")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step 1 has no group with any spread of rewards: 2 rounds of generation gave no more" in said
+    found = metrics(tmp_path / "run")[0]
+    assert (found["groups_filtered/all_right"], found["groups_missing"], found["rollout_rounds"]) == (14, 4, 2)
+
+
+def group(rewards: list[float], valid: list[bool], lengths: list[float]) -> Samples:
+    count = len(rewards)
+    return Samples(
+        torch.full((count,), 2),
+        {"ids": torch.zeros(2 * count, dtype=torch.int64), "mask": torch.ones(2 * count, dtype=torch.bool)},
+        {"reward": torch.tensor(rewards, dtype=torch.float64), "valid": torch.tensor(valid)},
+        {"parts": [{"length": length} for length in lengths], "invalid": [None if ok else "raised" for ok in valid]},
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "valid", "spread"),
+    [
+        ([1.0, 1.0], [True, True], Spread.ALL_RIGHT),
+        ([0.0, 0.0], [True, True], Spread.ALL_WRONG),
+        ([0.0, 1.0], [True, True], Spread.SOME),
+        ([0.0, 1.0], [True, False], Spread.TOO_FEW),
+        ([1.0, 1.0, 0.0], [True, True, False], Spread.ALL_RIGHT),
+    ],
+)
+def test_spread_is_that_of_valid_rewards(inputs: Path, rewards: list[float], valid: list[bool], spread: Spread) -> None:
+    settings = train_settings(inputs, inputs / "none", "validation.success_threshold=1")
+    assert spread_of(group(rewards, valid, [0.0] * len(rewards)), settings) is spread
+
+
+def test_spread_may_be_that_of_another_number_of_the_reward_function(inputs: Path) -> None:
+    settings = train_settings(inputs, inputs / "none", "algorithm.filter_groups.metric=length")
+    assert spread_of(group([1.0, 1.0], [True, True], [3.0, 4.0]), settings) is Spread.SOME
+    assert spread_of(group([0.0, 1.0], [True, True], [3.0, 3.0]), settings) is Spread.ALL_RIGHT
+
+
+REMAX = ("algorithm.advantage=remax", "batch.steps=2", "checkpoint.every_steps=0")
+
+
+@pytest.fixture(scope="module")
+def remax(inputs: Path) -> Path:
+    return train(inputs, inputs / "remax", *REMAX)
+
+
+def test_each_prompt_of_remax_has_one_greedy_sample_that_is_its_baseline(remax: Path) -> None:
+    records = read_samples(remax)
+    greedy = {(r["step"], r["group"]): r for r in records if r["kind"] == "greedy"}
+    trained = [r for r in records if r["kind"] == "train"]
+    assert len(greedy) == 8
+    assert len(trained) == 24
+    for record in trained:
+        baseline = greedy[record["step"], record["group"]]
+        assert record["prompt_ids"] == baseline["prompt_ids"]
+        assert record["advantage"] == pytest.approx(record["reward"] - baseline["reward"])
+    found = metrics(remax)
+    assert all(each["samples"] == 12 for each in found)
+    first = [record["reward"] for (step, _), record in greedy.items() if step == 1]
+    assert found[0]["greedy_reward_mean"] == pytest.approx(sum(first) / len(first))
+
+
+def test_greedy_samples_are_the_most_likely_ones_and_change_nothing_else(
+    inputs: Path, remax: Path, tmp_path: Path
+) -> None:
+    """Of the first step: validation of the same prompts is greedy too, and a run without baselines samples the same."""
+    changes = (f"data.validation.files=[{inputs / 'train.jsonl'}]", "algorithm.advantage=grpo", "batch.steps=1")
+    train(inputs, tmp_path / "grpo", *changes)
+    records = read_samples(tmp_path / "grpo")
+    expected = {r["row"]: r["response_ids"] for r in records if (r["kind"], r["step"]) == ("validation", 0)}
+    first = [record for record in read_samples(remax) if record["step"] == 1]
+    greedy = [record for record in first if record["kind"] == "greedy"]
+    assert [record["response_ids"] for record in greedy] == [expected[record["row"]] for record in greedy]
+    sampled = [[r["response_ids"] for r in of if (r["kind"], r["step"]) == ("train", 1)] for of in (records, first)]
+    assert sampled[0] == sampled[1]
+
+
+def test_a_group_whose_baseline_is_invalid_teaches_nothing_and_is_counted(
+    inputs: Path, remax: Path, tmp_path: Path
+) -> None:
+    record = next(record for record in read_samples(remax) if record["kind"] == "greedy")
+    (tmp_path / "picky.py").write_text(
+        f"def score(request):\n"
+        f"    if (request.prompt, request.response) == ({record['prompt']!r}, {record['response']!r}):\n"
+        f"        raise ValueError('not this one')\n"
+        f"    return len(request.response) / 10\n"
+    )
+    train(inputs, tmp_path / "run", *REMAX, "batch.steps=1", f"reward.function={tmp_path / 'picky.py'}:score")
+    of_step = [r for r in read_samples(tmp_path / "run") if r["kind"] in ("greedy", "train")]
+    records = [r for r in of_step if r["group"] == record["group"]]
+    assert [r["reward"] for r in records] == [None] * 4
+    assert records[0]["invalid"].startswith("raised: ")
+    assert all(r["invalid"].startswith(("no_baseline: raised", "raised")) for r in records[1:])
+    found = metrics(tmp_path / "run")[0]
+    assert (found["greedy_invalid"], found["reward_invalid"]) == (1, 3)
+
+
+def test_a_baseline_stands_once_in_a_group() -> None:
+    greedy = GreedySample(response="a", ids=(1,), finish="stop", reward=0.25, invalid=None, parts={}, versions=(0, 0))
+    found = with_baseline(group([1.0, 0.0], [True, True], [0.0, 0.0]), greedy)
+    assert found["greedy_reward"].tolist() == [0.25, 0.25]
+    assert found["valid"].tolist() == [True, True]
+    assert baseline_metrics(found) == {"greedy_reward_mean": 0.25, "greedy_invalid": 0.0}
