@@ -185,7 +185,7 @@ class Keeper(threading.Thread):
     def _fail(self, tasks: list[Task], reason: InvalidReason, detail: str, sent: bool) -> None:
         """The worker failed at the first of ``tasks``: charge it, or try it again alone where others may be to blame."""
         worker = self._worker
-        used = worker is not None and (worker.leftovers or (reason is InvalidReason.DIED and worker.answered))
+        used = worker is not None and (worker.leftovers or reason is InvalidReason.DIED)
         if self._queue.closed or ((used or not sent) and not tasks[0].alone):
             tasks[0].alone = True
             self._queue.put_back(tasks)
