@@ -11,6 +11,7 @@ PACKAGE = Path(meshloom.__file__).parent
 DESCRIBES = {
     PACKAGE / "plan" / name
     for name in (
+        "algorithm_checks.py",
         "checks.py",
         "group_checks.py",
         "memory.py",

@@ -1,6 +1,5 @@
 """Ledgers of memory and time of whole settings, over one device and many."""
 
-import itertools
 import json
 import random
 import time
@@ -241,15 +240,25 @@ def test_eight_thousand_devices_take_no_longer_to_plan() -> None:
     assert found.step_s > 0
 
 
-def test_the_rule_for_log_probs_is_the_loops() -> None:
-    from meshloom.loop.rl import needs_old_logprob
-
-    choices = itertools.product((None, 64, 32), (1, 2), (0, 1), ("none", "loss", "reward"))
-    for per_update, epochs, lag, kl in choices:
-        given = [f"batch.prompts_per_update={'null' if per_update is None else per_update}"]
-        given += [f"batch.epochs_per_step={epochs}", f"algorithm.max_lag_versions={lag}", f"algorithm.kl={kl}"]
-        settings = settings_of(*given)
-        assert computes_old_logprobs(settings) == needs_old_logprob(settings)
+def test_a_second_pass_is_counted_where_something_needs_log_probs_before_the_update() -> None:
+    reject = ("algorithm.correction.reject=k1", "algorithm.correction.reject_threshold=0.5")
+    needed = {
+        (): False,
+        ("algorithm.kl=loss",): False,
+        ("algorithm.correction.weights=truncated",): False,
+        ("batch.prompts_per_update=64",): False,
+        ("batch.prompts_per_update=32",): True,
+        ("batch.epochs_per_step=2",): True,
+        ("algorithm.max_lag_versions=1",): True,
+        ("algorithm.kl=reward",): True,
+        ("algorithm.filter_groups.enabled=true",): True,
+        ("algorithm.filter_groups={enabled: true, surplus_steps: 0}",): False,
+        reject: True,
+        ("algorithm.proximal=sampler", "batch.epochs_per_step=2", "algorithm.kl=reward"): False,
+    }
+    assert {
+        given: computes_old_logprobs(settings_of("batch.prompts_per_step=64", *given)) for given in needed
+    } == needed
 
 
 def test_every_run_that_can_be_laid_out_has_a_forecast() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ def values(translation: Translation) -> dict[str, Any]:
     return {path: native.value for path, native in translation.settings.items()}
 
 
+_CORRECTION = "algorithm.rollout_correction"
+_BANDED = [f"{_CORRECTION}.rollout_is=token", f"{_CORRECTION}.rollout_is_threshold=0.5_4.0"]
+_REJECTED = [f"{_CORRECTION}.rollout_rs=seq_max_k3", f"{_CORRECTION}.rollout_rs_threshold=0.3"]
+_ADAPTIVE = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"]
 MEANING = [
     ("batch.prompts_per_step", 1024, []),
     ("batch.prompts_per_update", 256, []),
@@ -73,6 +78,27 @@ MEANING = [
     ("algorithm.kl", "reward", ["algorithm.use_kl_in_reward=True"]),
     ("algorithm.kl_estimator", "k1", ["algorithm.use_kl_in_reward=True"]),
     ("algorithm.kl_coefficient", 0.5, ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.5"]),
+    ("algorithm.kl_control", "adaptive", [*_ADAPTIVE]),
+    ("algorithm.kl_target", 0.1, [*_ADAPTIVE]),
+    ("algorithm.kl_horizon", 500, [*_ADAPTIVE, "algorithm.kl_ctrl.horizon=500"]),
+    ("algorithm.tau_negative", 1.2, [f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.policy_loss.tau_neg=1.2"]),
+    ("algorithm.correction.weights", "truncated", [f"{_CORRECTION}.rollout_is=token"]),
+    ("algorithm.correction.threshold", 2.0, [f"{_CORRECTION}.rollout_is=token"]),
+    ("algorithm.correction.level", "sequence", [f"{_CORRECTION}.rollout_is=sequence"]),
+    ("algorithm.correction.weights", "banded", _BANDED),
+    ("algorithm.correction.low", 0.5, _BANDED),
+    ("algorithm.correction.threshold", 4.0, _BANDED),
+    ("algorithm.correction.threshold", 5.0, [f"{ACTOR}.tis_imp_ratio_cap=5.0"]),
+    ("algorithm.correction.weights", "truncated", ["algorithm.rollout_is=True", "algorithm.rollout_is_threshold=3"]),
+    ("algorithm.correction.reject", "k3", [*_REJECTED]),
+    ("algorithm.correction.reject_level", "sequence-max", [*_REJECTED]),
+    ("algorithm.correction.reject_threshold", 0.3, [*_REJECTED]),
+    (
+        "algorithm.correction.reject_threshold",
+        math.log(2.0),
+        [f"{_CORRECTION}.rollout_rs=geometric", f"{_CORRECTION}.rollout_rs_threshold=2.0"],
+    ),
+    ("algorithm.proximal", "sampler", [f"{_CORRECTION}.bypass_mode=True"]),
     ("algorithm.policy_loss", "gmpo", [f"{ACTOR}.policy_loss.loss_mode=geo_mean"]),
     ("algorithm.reduction_constant", 512.0, [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"]),
     (
@@ -180,9 +206,20 @@ REFUSED = [
     (f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm", [f"{ROLLOUT}.name=sglang"]),
     (f"{ACTOR}.policy_loss.loss_mode", "vanilla, gspo", [f"{ACTOR}.policy_loss.loss_mode=clip_cov"]),
     ("algorithm.use_kl_in_reward", "enters once", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"]),
-    ("algorithm.kl_ctrl.type", "fixed", ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"]),
+    ("algorithm.kl_ctrl.type", "fixed", ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=linear"]),
     ("data.gen_batch_size", "leave it out", ["data.gen_batch_size=2048"]),
-    ("algorithm.rollout_correction.rollout_is", "set it to null", ["algorithm.rollout_correction.rollout_is=token"]),
+    (f"{_CORRECTION}.rollout_is", "use token or sequence", [f"{_CORRECTION}.rollout_is=geometric"]),
+    (f"{_CORRECTION}.rollout_rs", "no counterpart", [f"{_CORRECTION}.rollout_rs=seq_sum_k1"]),
+    (
+        f"{_CORRECTION}.rollout_rs_threshold",
+        "set it to 3",
+        [f"{_CORRECTION}.rollout_rs=token_k1", f"{_CORRECTION}.rollout_rs_threshold=0.5_3"],
+    ),
+    (
+        f"{_CORRECTION}.rollout_is",
+        "no gap is left",
+        [f"{_CORRECTION}.rollout_is=token", f"{_CORRECTION}.bypass_mode=True"],
+    ),
     (f"{ACTOR}.optim.optimizer", "AdamW", [f"{ACTOR}.optim.optimizer=Muon"]),
     (f"{ACTOR}.optim.lr_warmup_steps_ratio", "total_training_steps", [f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"]),
     (f"{ACTOR}.optim.lr", "not a number", [f"{ACTOR}.optim.lr=fast"]),

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshloom.config.base import CountOrZero, NotNegative, Positive, Settings, Share
+from meshloom.config.correction_settings import CorrectionSettings
 from meshloom.config.group_settings import FilterGroupsSettings
 from meshloom.config.names import Recipe
 
@@ -61,12 +62,25 @@ class AlgorithmSettings(Settings):
     kl_estimator: str = "k3"
     """Estimator of the divergence: k1, abs, k2, k3, or one with ``+`` for k2's gradient."""
     kl_coefficient: NotNegative = 0.001
-    """Weight of the divergence."""
+    """Weight of the divergence; where it adapts, the first."""
+    kl_control: Literal["fixed", "adaptive"] = "fixed"
+    """``adaptive``: with ``kl: reward`` the weight is multiplied after each step by
+    1 + clip(kl / kl_target − 1, ±0.2) · samples / kl_horizon (Ziegler et al. 2019, arXiv:1909.08593)."""
+    kl_target: Positive = 0.1
+    """Divergence a token that an adaptive weight aims at."""
+    kl_horizon: Positive = 10000.0
+    """Samples over which an adaptive weight adapts."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
     max_lag_versions: CountOrZero = 0
     """How many weight versions a sample may be older than the weights it trains; 0 is on-policy."""
+    proximal: Literal["trainer", "sampler"] = "trainer"
+    """The policy that the ratio is to: the trainer's before the step, or the sampler by its own log-probs, which needs no
+    second pass and counts the gap between both in the ratio."""
+    correction: CorrectionSettings = CorrectionSettings()
+    """Of what sampler and trainer disagree on."""
     max_sampler_gap: Positive | None = 0.5
-    """Stop the run when mean |Δ log-prob| between sampler and trainer exceeds this; none: only measure."""
+    """Stop the run when mean |Δ log-prob| between sampler and trainer exceeds this; none: only measure. With
+    ``max_lag_versions`` only tokens count that were sampled with the very weights they train: age is no disagreement."""
     filter_groups: FilterGroupsSettings = FilterGroupsSettings()
     """Dynamic sampling."""

@@ -51,7 +51,12 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     # Liu et al. 2025, arXiv:2503.20783: neither the deviation nor the length divides.
     Recipe.DR_GRPO: {**_choices("grpo"), "algorithm.normalize_by_std": False, **_CONSTANT},
     # Yu et al. 2025, arXiv:2503.14476.
-    Recipe.DAPO: {**_choices("grpo", high=0.28), **_TOKENS, "algorithm.kl": "none"},
+    Recipe.DAPO: {
+        **_choices("grpo", high=0.28),
+        **_TOKENS,
+        "algorithm.kl": "none",
+        "algorithm.filter_groups.enabled": True,
+    },
     # Ahmadian et al. 2024, arXiv:2402.14740.
     Recipe.RLOO: {**_choices("rloo"), **_TOKENS, **_kl("reward", "k1", 0.03)},
     # Hu 2025, arXiv:2501.03262; with the group's mean as baseline the divergence is in the loss.

@@ -20,6 +20,7 @@ from meshloom.config.cluster_settings import (
     Placement,
     PlacementSettings,
 )
+from meshloom.config.correction_settings import CorrectionSettings
 from meshloom.config.group_settings import FilterGroupsSettings
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
 from meshloom.config.reward_settings import ComponentSettings, JudgeSettings, OverlongSettings, RewardModelSettings
@@ -28,6 +29,7 @@ from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
 __all__ = [
     "AlgorithmSettings",
     "ComponentSettings",
+    "CorrectionSettings",
     "FilterGroupsSettings",
     "JudgeSettings",
     "KlPlace",

@@ -122,7 +122,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
         control = ControlLoop(Schedule.of(settings, plan.steps), stage, order)
         if cut is not None:
             control.load(*standing(cut, settings))
-            stage.step = control.step
+            stage.load(cut)
         engine.load_weights(control.version)
         torch.manual_seed(settings.seed)
         finished = control.run()

@@ -14,28 +14,52 @@ import torch
 from torch import Tensor
 
 from meshloom.algorithms.advantages import ADVANTAGES, AdvantageInputs
-from meshloom.algorithms.correction import sampler_gap
+from meshloom.algorithms.correction import SamplerGap, sampler_gap
 from meshloom.algorithms.kl import KL_ESTIMATORS
 from meshloom.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, PolicySettings
 from meshloom.algorithms.reduce import Denominators, denominators, entropy_term, kl_term, reduce
 from meshloom.algorithms.segments import sample_counts, sample_sums
 from meshloom.algorithms.shaping import place_rewards, subtract_kl
 from meshloom.config.settings import AlgorithmSettings, KlPlace
+from meshloom.loop.correction import weighed
 from meshloom.samples import Samples
 from meshloom.train.model import LossParts
 
 
-def with_advantages(samples: Samples, settings: AlgorithmSettings) -> Samples:
+def reward_divergence(samples: Samples, settings: AlgorithmSettings) -> Tensor | None:
+    """Divergence of each token from the reference [T], where it is in the reward; needs ``old_logprob`` and
+    ``reference_logprob``."""
+    if settings.kl is not KlPlace.REWARD:
+        return None
+    estimator = KL_ESTIMATORS.find(settings.kl_estimator)
+    return estimator(samples["old_logprob"], samples["reference_logprob"], samples["mask"])
+
+
+def mean_divergence(kl_T: Tensor, samples: Samples) -> tuple[float, int]:
+    """Mean over valid samples of the mean over their tokens, and how many samples that are."""
+    kl_S = sample_sums(torch.where(samples["mask"], kl_T, 0.0), samples.lengths)
+    mean_S = kl_S / sample_counts(samples["mask"], samples.lengths).clamp(min=1)
+    valid_S = samples["valid"]
+    return (float(mean_S[valid_S].mean()) if bool(valid_S.any()) else 0.0), int(valid_S.sum())
+
+
+def with_advantages(
+    samples: Samples, settings: AlgorithmSettings, kl_T: Tensor | None = None, kl_coefficient: float = 0.0
+) -> Samples:
     """The batch with ``advantages`` for each token and ``advantage`` (their mean) for each sample.
 
-    Reads ``reward``, ``valid``, ``group``, ``greedy_reward`` where the estimator needs it and, for a divergence in the reward,
-    ``old_logprob`` and ``reference_logprob``.
+    Reads ``reward``, ``valid``, ``group`` and, where the estimator needs it, ``greedy_reward``.
+
+    Args:
+        samples: of the step.
+        settings: the algorithm's choices.
+        kl_T: divergence that is taken from the rewards, if any.
+        kl_coefficient: its weight.
     """
     mask_T, lengths_S = samples["mask"], samples.lengths
     rewards_T = place_rewards(samples["reward"], mask_T, lengths_S)
-    if settings.kl is KlPlace.REWARD:
-        kl_T = KL_ESTIMATORS.find(settings.kl_estimator)(samples["old_logprob"], samples["reference_logprob"], mask_T)
-        rewards_T = subtract_kl(rewards_T, kl_T, mask_T, settings.kl_coefficient)
+    if kl_T is not None:
+        rewards_T = subtract_kl(rewards_T, kl_T, mask_T, kl_coefficient)
     inputs = AdvantageInputs(
         token_rewards_T=rewards_T,
         mask_T=mask_T,
@@ -53,12 +77,6 @@ def with_advantages(samples: Samples, settings: AlgorithmSettings) -> Samples:
     return own.with_rows(advantage=sums_S / sample_counts(mask_T, lengths_S).clamp(min=1))
 
 
-def learned(samples: Samples) -> Samples:
-    """The samples with invalid ones out of the mask: they have no advantage, and must not count in a denominator."""
-    valid_T = torch.repeat_interleave(samples["valid"], samples.lengths)
-    return samples.with_tokens(mask=samples["mask"] & valid_T)
-
-
 @dataclass(frozen=True)
 class PolicyObjective:
     """A policy loss with its divergence and entropy terms; made once for each update.
@@ -66,20 +84,27 @@ class PolicyObjective:
     Args:
         settings: the algorithm's choices.
         totals: denominators of the update.
+        version: of the weights before the step.
     """
 
     settings: AlgorithmSettings
     totals: Denominators
+    version: int
 
     @classmethod
-    def of(cls, update: Samples, settings: AlgorithmSettings) -> "PolicyObjective":
-        return cls(settings, denominators(update["mask"], update.lengths, constant=settings.reduction_constant))
+    def of(cls, update: Samples, settings: AlgorithmSettings, version: int) -> "PolicyObjective":
+        totals = denominators(update["mask"], update.lengths, constant=settings.reduction_constant)
+        return cls(settings, totals, version)
 
     def __call__(self, microbatch: Samples, logprob_T: Tensor, entropy_T: Tensor) -> LossParts:
         """This microbatch's share of the loss, and what the step's metrics need."""
         settings, totals = self.settings, self.totals
         mask_T, lengths_S = microbatch["mask"], microbatch.lengths
         old_T = microbatch.tokens.get("old_logprob", logprob_T.detach())
+        # Where the sampler is the proximal policy, the trainer's own are those of the step's first update.
+        trainer_T = logprob_T.detach() if settings.proximal == "sampler" else old_T.detach()
+        sampled_T = microbatch.tokens.get("sampled", mask_T)
+        weighing = weighed(trainer_T, microbatch, sampled_T, settings.correction)
         loss = POLICY_LOSSES.find(settings.policy_loss)
         mode = loss.reduction or settings.reduction
         inputs = PolicyInputs(
@@ -88,6 +113,7 @@ class PolicyObjective:
             advantages_T=microbatch["advantages"].to(logprob_T.dtype),
             mask_T=mask_T,
             lengths_S=lengths_S,
+            correction_weights_T=None if weighing is None else weighing[0].to(logprob_T.dtype),
         )
         bounds = PolicySettings(
             clip_low=settings.clip_low,
@@ -103,8 +129,11 @@ class PolicyObjective:
             "policy_loss": policy.detach(),
             "policy": outputs.stats,
             "entropy": (entropy_T.detach() * mask_T).sum(),
-            "gap": sampler_gap(old_T.detach(), microbatch["sampler_logprob"], mask_T),
+            "gap": sampler_gap(trainer_T, microbatch["sampler_logprob"], sampled_T),
+            "fresh_gap": self._fresh_gap(trainer_T, microbatch, sampled_T),
         }
+        if weighing is not None:
+            stats["weights"] = weighing[1]
         if "reference_logprob" in microbatch.tokens:
             kl_T = KL_ESTIMATORS.find(settings.kl_estimator)(logprob_T, microbatch["reference_logprob"], mask_T)
             stats["kl"] = kl_T.detach().sum()
@@ -115,6 +144,11 @@ class PolicyObjective:
             coefficient = settings.entropy_coefficient
             total = total + entropy_term(entropy_T, mask_T, lengths_S, mode, totals, coefficient=coefficient)
         return LossParts(total, stats)
+
+    def _fresh_gap(self, trainer_T: Tensor, microbatch: Samples, sampled_T: Tensor) -> SamplerGap:
+        """The gap of tokens that were sampled with the weights before the step: without the part that is their age."""
+        fresh_T = sampled_T & (microbatch["version"] == self.version)
+        return sampler_gap(trainer_T, microbatch["sampler_logprob"], fresh_T)
 
 
 def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
@@ -135,6 +169,8 @@ def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
         "sampler_gap_k3": gap["k3"],
         "effective_sample_share": gap["effective_share"],
     }
+    if "weights" in updates[0]:
+        metrics |= sum((u["weights"] for u in updates[1:]), updates[0]["weights"]).summary()
     if "kl" in updates[0]:
         metrics["kl_reference"] = sum(float(u["kl"]) for u in updates) / tokens
     return metrics

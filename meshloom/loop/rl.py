@@ -13,11 +13,13 @@ import torch
 
 from meshloom.config.errors import RunFault
 from meshloom.config.reward_settings import component_names
-from meshloom.config.settings import KlPlace, TrainSettings
+from meshloom.config.settings import TrainSettings
 from meshloom.loop.baseline import baseline_metrics
 from meshloom.loop.collect import Collector, sample_records
 from meshloom.loop.component_watch import ComponentWatch, component_metrics
-from meshloom.loop.objective import PolicyObjective, learned, update_metrics, with_advantages
+from meshloom.loop.correction import learned, rejection_metrics, with_kept
+from meshloom.loop.kl_control import KlWeight
+from meshloom.loop.objective import PolicyObjective, reward_divergence, update_metrics, with_advantages
 from meshloom.loop.residents import Residents
 from meshloom.loop.session import Cut, Session, Snapshot
 from meshloom.loop.spread import ShortWatch, sifted_metrics, spread_of
@@ -25,6 +27,7 @@ from meshloom.loop.stage import Attempt, Draw, Group, Progress, Spread, StepDone
 from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
 from meshloom.plan.residency import Phase
+from meshloom.plan.role_numbers import computes_old_logprobs
 from meshloom.rollout.protocol import Engine
 from meshloom.samples import Samples, concat
 from meshloom.samples.store import from_parts, to_parts
@@ -115,6 +118,7 @@ class RLStage:
         self.spread = SpreadWatch(self.settings, self.session.display.notice)
         self.components = ComponentWatch(component_names(self.settings.reward), self.session.display.notice)
         self.short = ShortWatch(self.settings, self.session.display.notice)
+        self.kl_weight = KlWeight.of(self.settings.algorithm)
 
     @property
     def stop_wanted(self) -> bool:
@@ -136,10 +140,10 @@ class RLStage:
         check_rewards(batch, self.settings)
         self.spread.look(batch)
         algorithm, temperature = self.settings.algorithm, self.settings.rollout.sampling.temperature
-        if needs_old_logprob(self.settings) or self.roles.reference is not None:
+        if computes_old_logprobs(self.settings) or self.roles.reference is not None:
             with self.session.clock.phase("log_prob"):
                 self.enter(Phase.LOGPROB)
-        if needs_old_logprob(self.settings):
+        if computes_old_logprobs(self.settings):
             with self.session.clock.phase("log_prob"):
                 self.await_compiler()
                 batch = batch.with_tokens(old_logprob=self.roles.actor.forward(batch, temperature=temperature)[0])
@@ -149,7 +153,16 @@ class RLStage:
                 batch = batch.with_tokens(
                     reference_logprob=self.roles.reference.logprobs(batch, temperature=temperature)
                 )
-        return with_advantages(batch, algorithm)
+        if algorithm.proximal == "sampler":
+            batch = batch.with_tokens(old_logprob=batch["sampler_logprob"])
+        kl_T = reward_divergence(batch, algorithm)
+        batch = with_advantages(batch, algorithm, kl_T, self.kl_weight.coefficient)
+        if kl_T is not None:
+            self.kl_weight.adapt(kl_T, batch)
+        batch = with_kept(batch, algorithm.correction)
+        if rejection_metrics(batch).get("rejected_share") == 1.0:
+            self.session.display.notice("warning: the correction rejects every token; this step teaches nothing")
+        return batch
 
     def learn(self, batch: Samples, version: int) -> Lesson:
         """The updates of a step."""
@@ -158,7 +171,7 @@ class RLStage:
             self.enter(Phase.UPDATE)
             self.await_compiler()
             for update in self.updates(batch):
-                objective = PolicyObjective.of(update, self.settings.algorithm)
+                objective = PolicyObjective.of(update, self.settings.algorithm, version)
                 temperature = self.settings.rollout.sampling.temperature
                 lesson.updates.append(self.roles.actor.forward_backward(update, objective, temperature=temperature))
                 self._check_gap(lesson.updates)
@@ -201,6 +214,7 @@ class RLStage:
             "prompts_dropped": done.dropped,
             "groups_stale": done.stale,
         }
+        metrics |= rejection_metrics(batch) | self.kl_weight.metrics()
         if self.settings.algorithm.max_lag_versions or done.sifted is not None:
             metrics["lag_versions"] = done.lag
         if done.sifted is not None:
@@ -228,8 +242,17 @@ class RLStage:
         """A checkpoint: the model, where the run stands, and the groups that wait."""
         with self.session.clock.phase("save"):
             self.residents.enter(Phase.UPDATE, step=progress.step, why="save")
-            cut = cut_of(progress, waiting)
+            cut = cut_of(progress, waiting, self.state())
             self.session.save(self.snapshot(), cut, step=progress.step, score=score)
+
+    def state(self) -> dict[str, Any]:
+        """What of the algorithm a checkpoint holds beside the model: JSON values."""
+        return {"kl_coefficient": self.kl_weight.coefficient}
+
+    def load(self, cut: Cut) -> None:
+        """Stand where a run was saved."""
+        self.step = cut.values["step"]
+        self.kl_weight.coefficient = cut.values["algorithm"]["kl_coefficient"]
 
     def snapshot(self) -> Snapshot:
         """The actor as it is now."""
@@ -237,7 +260,7 @@ class RLStage:
 
     def _check_gap(self, reports: list[dict[str, Any]]) -> None:
         bound = self.settings.algorithm.max_sampler_gap
-        gap = reports[0]["gap"].summary().get("mean_abs", 0.0)
+        gap = reports[0]["fresh_gap"].summary().get("mean_abs", 0.0)
         if bound is not None and len(reports) == 1 and gap > bound:
             raise RunFault(
                 f"sampler and trainer disagree: mean |Δ log-prob| is {gap:.3g}",
@@ -245,17 +268,6 @@ class RLStage:
                 why=f"more than {bound:g}; no weight was changed by this step",
                 fix="use the same dtype and temperature for both, top_p 1, top_k 0 and min_p 0, or raise the bound",
             )
-
-
-def needs_old_logprob(settings: TrainSettings) -> bool:
-    """Whether the actor computes log-probs before its updates; before the only one of a step they are the update's own."""
-    batch, algorithm = settings.batch, settings.algorithm
-    whole_step = batch.prompts_per_update in (None, batch.prompts_per_step)
-    one_update = whole_step and batch.epochs_per_step == 1
-    older = algorithm.max_lag_versions > 0 or (
-        algorithm.filter_groups.enabled and algorithm.filter_groups.surplus_steps
-    )
-    return not one_update or bool(older) or algorithm.kl is KlPlace.REWARD
 
 
 def as_groups(found: Attempt[Samples], settings: TrainSettings) -> Attempt[Group[Samples]]:
@@ -275,11 +287,15 @@ def oldest_version(group: Samples) -> int:
     return int(group["version"][group["mask"]].min())
 
 
-def cut_of(progress: Progress, waiting: Sequence[Group[Samples]]) -> Cut:
-    """What a checkpoint holds of a run besides its model."""
+def cut_of(progress: Progress, waiting: Sequence[Group[Samples]], algorithm: dict[str, Any]) -> Cut:
+    """What a checkpoint holds of a run besides its model: where it stands, the groups that wait, the algorithm's own state."""
     groups = [group.content for group in waiting]
     tensors, meta = to_parts(concat(groups)) if groups else ({}, {})
-    values = {**progress.values(), "buffer": {"groups": [len(group) for group in groups], "meta": meta}}
+    values = {
+        **progress.values(),
+        "algorithm": algorithm,
+        "buffer": {"groups": [len(group) for group in groups], "meta": meta},
+    }
     return Cut(values, {f"buffer/{name}": tensor for name, tensor in tensors.items()})
 
 

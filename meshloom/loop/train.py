@@ -104,7 +104,7 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
         control = ControlLoop(Schedule.of(settings, plan.steps), stage, order)
         if cut is not None:
             control.load(*standing(cut, settings))
-            stage.step = control.step
+            stage.load(cut)
             roles.engine.load_weights(control.version)
         if residents.is_away(Role.ACTOR, Part.PARAMETERS, Phase.GENERATE):
             # The engine takes the weights when it first needs them: it must be while they are there.

@@ -31,6 +31,7 @@ from meshloom.config.settings import (
     SourceSettings,
     TrainSettings,
 )
+from meshloom.plan.algorithm_checks import check_choices
 from meshloom.plan.lag import LAG, most_updates
 from meshloom.plan.ledger import longest_sample_tokens, sft_steps, train_steps
 from meshloom.plan.placement import sequence_parts
@@ -195,6 +196,7 @@ def _check_algorithm(found: Findings, settings: TrainSettings) -> None:
         why = "a rollout begins ahead only if its samples are sure to be fresh enough when their step comes"
         found.warn("A012", LAG, what, why=why, fix=f"set {LAG}={updates}, or make fewer updates a step")
     _check_unused(found, algorithm)
+    check_choices(found, algorithm)
 
 
 def _check_unused(found: Findings, algorithm: AlgorithmSettings) -> None:

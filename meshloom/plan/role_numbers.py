@@ -41,10 +41,18 @@ def updates_per_step(settings: TrainSettings) -> int:
 
 
 def computes_old_logprobs(settings: TrainSettings) -> bool:
-    """Whether the actor computes log-probs before its updates; before the only one of a step they are the update's own."""
+    """Whether the actor computes log-probs before its updates.
+
+    Before the only one of a step they are the update's own, unless something needs them before it: a divergence in the reward,
+    a rejection, which denominators must know of, or samples of older weights, with a lag or a surplus. Where the sampler's own
+    are the proximal policy's, none are computed.
+    """
     algorithm, sifted = settings.algorithm, settings.algorithm.filter_groups
+    if algorithm.proximal == "sampler":
+        return False
     older = algorithm.max_lag_versions > 0 or (sifted.enabled and sifted.surplus_steps > 0)
-    return updates_per_step(settings) != 1 or older or algorithm.kl is KlPlace.REWARD
+    before = algorithm.kl is KlPlace.REWARD or algorithm.correction.reject != "none"
+    return updates_per_step(settings) != 1 or older or before
 
 
 def computes_logprobs(settings: TrainSettings) -> bool:

@@ -134,11 +134,11 @@ def _clipping(sheet: Sheet) -> None:
 
 
 def _temperatures(sheet: Sheet, mode: str) -> None:
-    for name in ("tau_pos", "tau_neg"):
+    for name, path in (("tau_pos", "algorithm.tau_positive"), ("tau_neg", "algorithm.tau_negative")):
         key = f"{ACTOR}.{name}"
-        if mode == "sapo" and sheet.number(key) != sheet.defaults[key]:
-            sheet.refuse(key, f"sapo has the temperatures 1.0 and 1.05 here; set {key}={sheet.defaults[key]}")
-        sheet.ignore("sapo has this temperature here" if mode == "sapo" else f"the loss {mode!r} does not use it", key)
+        if mode == "sapo":
+            sheet.set(path, sheet.number(key), key)
+        sheet.ignore(f"the loss {mode!r} does not use it", key)
 
 
 def _reduction(sheet: Sheet) -> None:
@@ -178,12 +178,19 @@ def divergence_rules(sheet: Sheet) -> None:
     if chosen:
         sheet.set("algorithm.kl_coefficient", sheet.number(chosen[0]), chosen[0])
         _estimator(sheet, chosen[1])
-    if place == "reward" and sheet.text("algorithm.kl_ctrl.type") != "fixed":
-        sheet.refuse("algorithm.kl_ctrl.type", "the weight of the divergence is fixed here; set it to fixed")
+    control, adaptive = "algorithm.kl_ctrl.type", {"kl_horizon": "horizon", "kl_target": "target_kl"}
+    if place == "reward" and sheet.text(control) in ("fixed", "adaptive"):
+        sheet.set("algorithm.kl_control", sheet.text(control), control)
+        if sheet.text(control) == "adaptive":
+            for name, key in adaptive.items():
+                sheet.set(f"algorithm.{name}", sheet.number(f"algorithm.kl_ctrl.{key}"), f"algorithm.kl_ctrl.{key}")
+    elif place == "reward":
+        sheet.refuse(
+            control, f"{sheet.text(control)!r} is no control of the divergence's weight; use fixed or adaptive"
+        )
     sheet.ignore("use_kl_loss is false", *loss_keys)
-    sheet.ignore("use_kl_in_reward is false", *reward_keys, "algorithm.kl_ctrl.type")
-    sheet.ignore("the weight of the divergence is fixed", "algorithm.kl_ctrl.type")
-    sheet.ignore("an adaptive weight alone uses it", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
+    sheet.ignore("use_kl_in_reward is false", *reward_keys, control)
+    sheet.ignore("an adaptive weight alone uses it", *(f"algorithm.kl_ctrl.{key}" for key in adaptive.values()))
 
 
 def _estimator(sheet: Sheet, key: str) -> None:

@@ -4,7 +4,7 @@ Owns: their meaning here. Always holds: an estimator or correction that is not h
 """
 
 from meshloom.config.names import REFUSED_ADVANTAGES, Advantage
-from meshloom.config.verl.actor_rules import ACTOR
+from meshloom.config.verl.correction_rules import correction_rules
 from meshloom.config.verl.sheet import Sheet
 
 _ESTIMATORS = {str(name): str(name) for name in Advantage} | {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
@@ -17,7 +17,7 @@ def algorithm_rules(sheet: Sheet) -> None:
     key = "algorithm.norm_adv_by_std_in_grpo"
     sheet.set("algorithm.normalize_by_std", sheet.flag(key), key)
     _groups(sheet)
-    _correction(sheet)
+    correction_rules(sheet)
     if sheet.flag("algorithm.use_pf_ppo"):
         sheet.refuse("algorithm.use_pf_ppo", "samples are not drawn again by their weight; set it to False")
     names = [key for key in sheet.given.entries if key.startswith("algorithm.pf_ppo.")]
@@ -42,6 +42,8 @@ def _estimator(sheet: Sheet) -> None:
         sheet.refuse(key, f"{text}; set it to one of {others}")
     else:
         sheet.refuse(key, f"the estimator {name!r} has no counterpart here; set it to one of {others}")
+    if name == "gae":
+        sheet.set("algorithm.lam", sheet.number("algorithm.lam"), "algorithm.lam")
     sheet.ignore(f"it belongs to {key}, which is refused", "algorithm.lam")
 
 
@@ -75,35 +77,6 @@ def _groups(sheet: Sheet) -> None:
     sheet.ignore(
         "how many rounds are in flight follows from algorithm.max_lag_versions", f"{group}.max_inflight_gen_batches"
     )
-
-
-def _correction(sheet: Sheet) -> None:
-    group = "algorithm.rollout_correction"
-    sampler = "mean |Δ log-prob| between sampler and trainer is measured in each step, and algorithm.max_sampler_gap bounds it"
-    for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold"):
-        key = f"{group}.{name}"
-        if sheet.value(key) not in (None, False, "null"):
-            sheet.refuse(
-                key,
-                f"samples are not weighted or dropped by what sampler and trainer disagree on; set it to null ({sampler})",
-            )
-    for key, text in (
-        (f"{group}.bypass_mode", "the policy of the ratio is the trainer's own before the update, not the sampler's"),
-        (f"{group}.use_policy_gradient", "the loss is chosen by actor.policy_loss.loss_mode"),
-    ):
-        if sheet.flag(key):
-            sheet.refuse(key, f"{text}; set it to False")
-    for key in ("algorithm.rollout_is", f"{ACTOR}.tis_imp_ratio_cap"):
-        value = sheet.value(key)
-        if value not in (None, False) and not (isinstance(value, int | float) and value <= 0):
-            sheet.refuse(
-                key, f"samples are not weighted by what sampler and trainer disagree on; leave it out ({sampler})"
-            )
-        sheet.ignore("it is off", key)
-    refused = [key for key in sheet.refused if key.startswith((group, "algorithm.rollout_is"))]
-    why = f"it belongs to {refused[0]}, which is refused" if refused else "no correction is on"
-    names = [key for key in sheet.given.entries if key.startswith((f"{group}.", "algorithm.rollout_is"))]
-    sheet.ignore(why, *names)
 
 
 def critic_rules(sheet: Sheet) -> None:

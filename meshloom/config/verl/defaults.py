@@ -77,6 +77,8 @@ RL_DEFAULTS: Mapping[str, Any] = {
     "algorithm.kl_penalty": "kl",
     "algorithm.kl_ctrl.type": "fixed",
     "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.horizon": 10000,
+    "algorithm.kl_ctrl.target_kl": 0.1,
     "reward.custom_reward_function.path": None,
     "reward.custom_reward_function.name": "compute_score",
     "reward.reward_manager.name": "naive",
