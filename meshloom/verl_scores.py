@@ -13,6 +13,7 @@ from meshloom.config.errors import UserError
 from meshloom.data.files import read_file
 
 _GSM8K_PATTERN = r"#### (-?[0-9.,]+)"
+_CODE = {"codecontests", "apps", "codeforces", "taco"}
 _MATH = {
     "lighteval/MATH",
     "DigitalLearningGmbH/MATH-lighteval",
@@ -70,6 +71,12 @@ def default_score(
         return DefaultScore(
             sources=sources, function="regex", kwargs={"pattern": _GSM8K_PATTERN}, warning=text, pictures=pictures
         )
+    if _CODE & set(sources):
+        what = (
+            f"verl's scorer of {', '.join(sources)} runs programs that the model wrote; that is asked for by name here"
+        )
+        fix = "set reward.function=code reward.code.enabled=true in front of --, after reading docs/code-rewards.md"
+        return DefaultScore(sources=sources, refusal=f"{what}; {fix}", pictures=pictures)
     unknown = [source for source in sources if not _is_math(source)]
     if unknown:
         what = f"verl's own scorer of {unknown[0] or 'rows without data_source'} is not here, if it has one"

@@ -195,7 +195,7 @@ def test_a_function_that_cannot_be_used_is_one_clear_error(tmp_path, monkeypatch
     ("settings", "words"),
     [
         ({"function": "exact_macth"}, ["no verifier 'exact_macth'", "exact_match"]),
-        ({"function": "score"}, ["no verifier 'score'", "rewards.py:score", "math_verify"]),
+        ({"function": "judge"}, ["no verifier 'judge'", "rewards.py:score", "math_verify"]),
         ({"function": "nowhere/r.py:score"}, ["cannot be read", "nowhere/r.py"]),
         ({"function": "rewards.txt:score"}, ["no Python file", "rewards.txt"]),
         ({"function": "regex"}, ["regex cannot be used", "pattern", "regex(*, pattern: str"]),

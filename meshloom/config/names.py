@@ -77,6 +77,7 @@ class Verifier(StrEnum):
     REGEX_FORMAT = "regex_format"
     LENGTH_PENALTY = "length_penalty"
     REPETITION_PENALTY = "repetition_penalty"
+    CODE = "code"
 
 
 REFUSED_ADVANTAGES = {"gae": "needs a critic"}

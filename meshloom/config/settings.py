@@ -20,6 +20,7 @@ from meshloom.config.cluster_settings import (
     Placement,
     PlacementSettings,
 )
+from meshloom.config.code_settings import CodeSettings
 from meshloom.config.correction_settings import CorrectionSettings
 from meshloom.config.group_settings import FilterGroupsSettings
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
@@ -27,6 +28,7 @@ from meshloom.config.reward_settings import ComponentSettings, JudgeSettings, Ov
 from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
 
 __all__ = [
+    "CodeSettings",
     "AlgorithmSettings",
     "ComponentSettings",
     "CorrectionSettings",
@@ -106,9 +108,9 @@ class RewardSettings(Settings):
     """How a response gets its number."""
 
     function: Place | None = None
-    """``file.py:function``, or a named verifier: ``exact_match``, ``regex``, ``math_verify``, ``reasoning_gym``; or a named
-    shape: ``tag_format``, ``regex_format``, ``length_penalty``, ``repetition_penalty``. Default: the verifier of the data
-    source where it has one."""
+    """``file.py:function``, or a named verifier: ``exact_match``, ``regex``, ``math_verify``, ``reasoning_gym``, ``code``; or a
+    named shape: ``tag_format``, ``regex_format``, ``length_penalty``, ``repetition_penalty``. Default: the verifier of the
+    data source where it has one."""
     kwargs: dict[str, int | float | bool | str | None] = Field(default_factory=dict)
     """Further keyword arguments of the function."""
     workers: Count | None = None
@@ -122,6 +124,8 @@ class RewardSettings(Settings):
     ``reward/NAME``."""
     overlong: OverlongSettings | None = None
     """Penalty for responses that come near the longest length: a component of the name ``overlong``."""
+    code: CodeSettings = CodeSettings()
+    """How the verifier ``code`` runs programs, alone or as a component."""
 
 
 class BatchSettings(Settings):

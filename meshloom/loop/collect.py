@@ -181,6 +181,7 @@ class Collector:
                 "invalid": [r.why or None for r in rewards],
                 "parts": [dict(r.parts) for r in rewards],
                 "failed": [dict(r.failed) for r in rewards],
+                "remark": [r.detail if r.valid else "" for r in rewards],
             },
         )
         return with_baseline(group, _greedy_sample(found[GREEDY])) if self.greedy else group
@@ -236,6 +237,7 @@ def sample_records(samples: Samples, prompts: Sequence[Prompt], *, step: int, ki
     records = []
     has_advantage = "advantage" in samples.rows
     failed = samples.meta.get("failed", [{}] * len(samples))
+    remarks = samples.meta.get("remark", [""] * len(samples))
     columns = zip(samples.column("ids"), samples.column("version"), strict=True)
     rows = {name: samples.rows[name].tolist() for name in ("prompt", "group", "reward", "valid")}
     for i, (ids, versions) in enumerate(columns):
@@ -265,6 +267,7 @@ def sample_records(samples: Samples, prompts: Sequence[Prompt], *, step: int, ki
                 "versions": [int(versions[own:].min()), int(versions[own:].max())],
                 "parts": samples.meta["parts"][i],
                 **({"failed": failed[i]} if failed[i] else {}),
+                **({"remark": remarks[i]} if remarks[i] else {}),
             }
         )
     return records

@@ -16,6 +16,7 @@ from meshloom.config.settings import EvalSettings
 from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
 from meshloom.loop.build import build_actor, build_engine, build_validator, check_engine, require_vocabulary
+from meshloom.loop.isolation import check_isolation, tell_isolation
 from meshloom.loop.reward_models import Models
 from meshloom.loop.rewarding import load_reward_models, open_rewards
 from meshloom.observe.format import number_text, plural
@@ -96,6 +97,7 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         scorers = load_reward_models(settings, pick_device(settings.device))
         asked = None if scorers is None else Models(scorers.scores)
         sources = {prompt.row.data_source for prompt in prompts}
+        isolation = check_isolation(settings.reward)
         pool = resources.enter_context(open_rewards(settings, sources, tokenizer, asked))
         bound = MicrobatchBound(settings.data.max_prompt_tokens + settings.rollout.max_response_tokens)
         model = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
@@ -107,6 +109,7 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         described = {"plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
         folder = resources.enter_context(RunFolder.create(settings.run_dir, settings=settings, **described))
         folder.checkpoints.rmdir()  # an evaluation makes none
+        tell_isolation(isolation, lambda text: console.print(text, markup=False, highlight=False), folder.path)
         folder.set_status(RunState.RUNNING, step=0, steps=0)
         clock = PhaseClock()
         with clock.phase("validate"):

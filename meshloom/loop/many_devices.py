@@ -32,6 +32,7 @@ from meshloom.loop.build import (
     require_tokens,
 )
 from meshloom.loop.control import ControlLoop, Schedule
+from meshloom.loop.isolation import check_isolation, tell_isolation
 from meshloom.loop.model_role import RemoteModel, RemoteReference, Sharing
 from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteStage
 from meshloom.loop.replicas import RemoteEngine
@@ -90,6 +91,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
         free = [facts.free_bytes for facts in told if facts.free_bytes is not None]
         plan, settings = finish_plan(settings, len(prompts), min(free, default=None))
         sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
+        isolation = check_isolation(settings.reward)
         pool = resources.enter_context(open_rewards(settings, sources, tokenizer, None))
         roles = _Ranks(settings, plan.layout, workers)
         checkpoint_bytes = roles.build(checkpoint, cut, [prompt.ids for prompt in (*prompts, *held_out)])
@@ -106,6 +108,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
             open_run(settings, plan, checkpoint_bytes, told[0].described, resume=resume, cut=cut)
         )
         resources.enter_context(_stopping_at_once(workers, session))
+        tell_isolation(isolation, session.display.notice, session.folder.path)
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
         session.measure_memory = RankMemory(workers, roles.free_between_steps, engine.memory).metrics

@@ -126,6 +126,7 @@ class _Makes:
             kwargs=component.kwargs,
             workers=self.workers,
             deadline_s=component.deadline_s or reward.deadline_s,
+            code=reward.code,
         )
         with _named(name, reward):
             return self.resources.enter_context(RewardPool(alone, self.data_sources))

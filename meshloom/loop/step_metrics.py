@@ -17,6 +17,7 @@ from meshloom.config.settings import TrainSettings
 from meshloom.loop.component_watch import by_component
 from meshloom.loop.validate import length_metrics
 from meshloom.observe.timing import PhaseClock
+from meshloom.rewards.code.verdict import Verdict
 from meshloom.samples import Samples
 from meshloom.train.model import TrainedModel
 
@@ -107,7 +108,7 @@ def batch_metrics(batch: Samples, *, threshold: float, component: str | None = N
     judged = by_component(batch, component)
     if bool(judged["valid"].any()):
         metrics["solved_share"] = float((judged["reward"][judged["valid"]] >= threshold).double().mean())
-    return metrics | _part_means(batch)
+    return metrics | _part_means(batch) | verdict_counts(batch)
 
 
 def invalid_metrics(batch: Samples) -> dict[str, float]:
@@ -124,6 +125,13 @@ def _part_means(batch: Samples) -> dict[str, float]:
         for name, value in parts.items() if valid else ():
             values.setdefault(name, []).append(value)
     return {f"reward/{name}": sum(column) / len(column) for name, column in sorted(values.items())}
+
+
+def verdict_counts(batch: Samples) -> dict[str, float]:
+    """How many programs came to each verdict there was; nothing where no programs are run."""
+    lines = (line for remark in batch.meta.get("remark", ()) for line in remark.splitlines())
+    told = Counter(line.partition(":")[0] for line in lines)
+    return {f"code/{verdict}": float(told[verdict]) for verdict in Verdict if told[verdict]}
 
 
 def speed_metrics(batch: Samples, clock: PhaseClock, actor: TrainedModel) -> dict[str, float]:

@@ -25,6 +25,7 @@ from meshloom.loop.build import (
     require_vocabulary,
 )
 from meshloom.loop.control import ControlLoop, Schedule
+from meshloom.loop.isolation import check_isolation, tell_isolation
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.reward_models import Models
 from meshloom.loop.rewarding import load_reward_models, open_rewards
@@ -83,6 +84,7 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
         sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
         scorers = load_reward_models(settings, device)
         asked = None if scorers is None else Models(scorers.scores)
+        isolation = check_isolation(settings.reward)
         pool = resources.enter_context(open_rewards(settings, sources, tokenizer, asked))
         roles = _build_roles(settings, pool, tokenizer, prompts, held_out, checkpoint)
         require_vocabulary(roles.actor, (prompt.ids for prompt in (*prompts, *held_out)))
@@ -94,6 +96,7 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
             models |= {str(Role.REWARD): scorers}
         check_room(folder := folder_of(settings), planned, models)
         session = resources.enter_context(open_session(settings, plan, roles.actor, resume=resume, cut=cut))
+        tell_isolation(isolation, session.display.notice, session.folder.path)
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
         log = session.folder.log_memory

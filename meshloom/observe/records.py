@@ -53,6 +53,7 @@ class SampleRecord(TypedDict):
     versions: list[int]
     parts: Mapping[str, float]
     failed: NotRequired[Mapping[str, str]]
+    remark: NotRequired[str]
 
 
 def encode(record: Mapping[str, Any]) -> bytes:

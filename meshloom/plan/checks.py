@@ -3,7 +3,7 @@
 Owns: rules across settings that need no model, each with a stable code. Refuses to know: devices, models, what is in a file.
 Always holds: a refusal names the nearest values that work; a warning is about something that runs but is likely not meant.
 
-Codes: S sources, A algorithm, R rollout, B batch, O optimizer, L adapters.
+Codes: S sources, A algorithm, R rollout, B batch, O optimizer, L adapters; K, running programs, is in ``plan.code``.
 """
 
 import difflib
@@ -32,6 +32,7 @@ from meshloom.config.settings import (
     TrainSettings,
 )
 from meshloom.plan.algorithm_checks import check_choices
+from meshloom.plan.code import check_code
 from meshloom.plan.lag import LAG, most_updates
 from meshloom.plan.ledger import longest_sample_tokens, sft_steps, train_steps
 from meshloom.plan.placement import sequence_parts
@@ -91,6 +92,7 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
     if not isinstance(settings, SftSettings):
         if settings.reward.function is not None:
             check_function_name(found, "reward.function", settings.reward.function)
+        check_code(found, settings.reward)
         _check_validation(found, settings)
     if not isinstance(settings, EvalSettings):
         _check_microbatch(found, settings)

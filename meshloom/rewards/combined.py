@@ -96,6 +96,7 @@ def combine(found: Sequence[tuple[Component, Reward]]) -> Reward:
     says why each invalid one is.
     """
     total, parts, failed = 0.0, {}, {}
+    remarks = "\n".join(reward.detail for _, reward in found if reward.valid and reward.detail)
     fault: Reward | None = None
     for component, reward in found:
         if reward.value is not None:
@@ -112,7 +113,7 @@ def combine(found: Sequence[tuple[Component, Reward]]) -> Reward:
         fault = Reward(value=None, reason=InvalidReason.NOT_A_NUMBER, detail=f"the weighted sum is {total}")
     if fault is not None:
         return Reward(value=None, reason=fault.reason, detail=fault.detail, parts=parts, failed=failed)
-    return Reward(value=total, parts=parts, failed=failed)
+    return Reward(value=total, detail=remarks, parts=parts, failed=failed)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshloom.config.errors import UserError
+from meshloom.config.names import Verifier
 from meshloom.rewards.outcome import RewardRequest
 from meshloom.rewards.verifiers import VERIFIERS, Scorer
 
@@ -28,6 +29,8 @@ _FORMS = (
     "or def score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
 )
 _MODULE = "meshloom_user_reward"
+CODE_SHARE = 0.8
+"""Share of a sample's deadline that the tests of a program may take; what is left is for starting and comparing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,8 @@ def choose_function(settings: "RewardSettings", data_sources: Iterable[str] = ()
             why="only rows from reasoning-gym bring their own verifier",
             fix=f"set {_CHOICES}",
         )
+    if settings.function == Verifier.CODE:
+        return FunctionSpec(name=settings.function, kwargs=code_arguments(settings))
     if settings.function in VERIFIERS:
         return FunctionSpec(name=settings.function, kwargs=kwargs)
     path, colon, name = settings.function.rpartition(":")
@@ -83,6 +88,40 @@ def choose_function(settings: "RewardSettings", data_sources: Iterable[str] = ()
             fix=f"did you mean {near[0]}?" if near else f"set {_CHOICES}",
         )
     return FunctionSpec(name=name, path=str(Path(path).resolve()), source=_read(Path(path)), kwargs=kwargs)
+
+
+def code_arguments(settings: "RewardSettings") -> dict[str, Any]:
+    """Arguments of the verifier ``code``: ``reward.code``, and the seconds for all tests of a sample.
+
+    Raises:
+        UserError: if running programs was not asked for, or arguments are given elsewhere.
+    """
+    if not settings.code.enabled:
+        raise UserError(
+            "the verifier code runs programs that the model wrote, and that was not asked for",
+            where="reward.code.enabled",
+            why="such programs may try anything; what separates them from this machine is in docs/code-rewards.md",
+            fix="set reward.code.enabled=true",
+        )
+    if settings.kwargs:
+        raise UserError(
+            "the verifier code has settings of its own", where="reward.kwargs", fix="set them as reward.code.…"
+        )
+    return {**settings.code.model_dump(mode="json"), "budget_s": CODE_SHARE * settings.deadline_s}
+
+
+def code_rewards(settings: "RewardSettings") -> "dict[str, RewardSettings]":
+    """The rewards that run programs: as settings of their own, by the path of those they are from."""
+    found = {"reward": settings} if settings.function == Verifier.CODE else {}
+    for name, part in settings.components.items():
+        if part.function == Verifier.CODE:
+            own = {
+                "function": part.function,
+                "kwargs": part.kwargs,
+                "deadline_s": part.deadline_s or settings.deadline_s,
+            }
+            found[f"reward.components.{name}"] = settings.model_copy(update=own)
+    return found
 
 
 def _read(path: Path) -> bytes:

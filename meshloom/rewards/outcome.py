@@ -62,7 +62,8 @@ class Reward:
     value: float | None
     reason: InvalidReason | None = None
     detail: str = ""
-    """For invalid rewards: the exception, exit signal or value."""
+    """For invalid rewards: the exception, exit signal or value. For others what the function returned as ``remark`` in its
+    dict."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further numbers the function returned in its dict, logged by name; of a reward of several components, theirs."""
     failed: Mapping[str, str] = field(default_factory=dict)

@@ -109,12 +109,21 @@ def reasoning_gym() -> Scorer:
     return score
 
 
+def code(**kwargs: Any) -> Scorer:
+    """The share of the row's tests that the program in the response passes; see ``rewards.code``. Its arguments are those of
+    ``reward.code``."""
+    from meshloom.rewards.code.judge import judge_from
+
+    return judge_from(**kwargs).score
+
+
 VERIFIERS: dict[str, Callable[..., Scorer]] = {
     "exact_match": exact_match,
     "regex": regex,
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
     **SHAPES,
+    "code": code,
 }
 """What settings name: verifiers, and shapes of a response."""
 

@@ -27,6 +27,7 @@ from typing import Any, SupportsFloat
 from meshloom.config.errors import UserError
 from meshloom.rewards.function import load_function
 from meshloom.rewards.outcome import InvalidReason
+from meshloom.rewards.sandbox.client import KEPT
 from meshloom.rewards.verifiers import Scorer
 
 DETAIL_CHARACTERS = 2000
@@ -107,18 +108,19 @@ def _score(scorer: Scorer, request: bytes) -> Outcome:
 
 def _read_result(result: Any) -> Outcome:
     parts: dict[str, float] = {}
-    score = result
+    score, remark = result, ""
     if isinstance(result, Mapping):
         if "score" not in result:
             names = ", ".join(map(str, list(result)[:10]))
             return None, InvalidReason.NOT_A_NUMBER, _bounded(f"a dict without 'score'; its keys: {names}"), {}
         score = result["score"]
+        remark = _bounded(result["remark"]) if isinstance(result.get("remark"), str) else ""
         numbers = {_bounded(str(key), 100): _number(value) for key, value in result.items() if key != "score"}
         parts = {name: number for name, number in list(numbers.items())[:_MAX_PARTS] if number is not None}
     value = _number(score)
     if value is None:
         return None, InvalidReason.NOT_A_NUMBER, _bounded(f"{type(score).__name__}: {score!r}"), parts
-    return value, None, "", parts
+    return value, None, remark, parts
 
 
 def _number(value: Any) -> float | None:
@@ -148,10 +150,21 @@ def _bounded(text: str, limit: int = DETAIL_CHARACTERS) -> str:
 def _leftovers() -> int:
     """Threads and processes that functions left behind, those that have ended but were not waited for included."""
     threads = threading.active_count() - 1
+    if KEPT and not _others(KEPT):
+        return threads
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return threads
     import psutil
 
-    return threads + len(psutil.Process().children(recursive=True))
+    return threads + len([child for child in psutil.Process().children(recursive=True) if child.pid not in KEPT])
+
+
+def _others(kept: set[int]) -> bool:
+    """Whether there are children besides those of the verifier itself; true where the kernel does not tell."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return bool(set(map(int, file.read().split())) - kept)
+    except OSError:
+        return True

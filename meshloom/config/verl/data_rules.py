@@ -209,5 +209,7 @@ def _judges(sheet: Sheet) -> None:
     keys = [*_keys(sheet, "reward.reward_model"), *_keys(sheet, "reward_model")]
     sheet.ignore(why, *keys)
     if sheet.has(url):
-        sheet.refuse(url, "code is not sent to a sandbox; call it from a reward function of your own")
+        what = "programs are run on this machine, not sent to a service"
+        fix = "leave it out and set reward.function=code reward.code.enabled=true in front of --"
+        sheet.refuse(url, f"{what}; {fix}, or call the service from a reward function of your own")
     sheet.ignore("no sandbox is called", *_keys(sheet, "reward.sandbox_fusion"))

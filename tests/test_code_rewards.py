@@ -1,0 +1,381 @@
+"""Programs judged by tests of all forms: right ones pass, wrong ones and cheats do not, broken rows are invalid."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from meshloom.config.code_settings import CodeSettings
+from meshloom.config.errors import UserError
+from meshloom.config.settings import RewardSettings
+from meshloom.rewards.code.compare import same_output, same_value
+from meshloom.rewards.code.extract import find_program
+from meshloom.rewards.code.judge import CodeJudge
+from meshloom.rewards.code.tests import read_tests
+from meshloom.rewards.function import choose_function
+from meshloom.rewards.isolation import require_isolation
+from meshloom.rewards.outcome import InvalidReason, RewardRequest
+from meshloom.rewards.pool import RewardPool
+from meshloom.rewards.verifiers import VERIFIERS
+
+SETTINGS = CodeSettings(enabled=True, cpu_s=3.0, wall_s=30.0, memory_bytes=2**28)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[CodeJudge]:
+    with CodeJudge(SETTINGS, 120.0) as one:
+        yield one
+
+
+def ask(program: str, answer: Any, **extra: Any) -> RewardRequest:
+    response = f"Here it is:\n```python\n{program}\n```\nDone."
+    return RewardRequest(response=response, answer=answer, data_source="d", extra=extra, prompt="p", finish="stop")
+
+
+ADD = "def add(a, b):\n    return a + b"
+FORMS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
+    "input and output": (
+        "print(sum(map(int, input().split())))",
+        "print(3)",
+        {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]},
+        {},
+    ),
+    "the same as JSON": (
+        "print(sum(map(int, input().split())))",
+        "print(4)",
+        json.dumps({"inputs": ["1 2"], "outputs": ["3"]}),
+        {},
+    ),
+    "calls, values wrapped": (
+        ADD,
+        ADD.replace("+", "-"),
+        {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]},
+        {},
+    ),
+    "calls of a method": (
+        "class Solution:\n    def add(self, a, b):\n        return a + b",
+        "class Solution: pass",
+        {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]},
+        {},
+    ),
+    "cases as text, a line an argument": (
+        ADD,
+        ADD.replace("+", "-"),
+        [{"input": "[1]\n[2]", "output": "[1, 2]", "testtype": "functional"}],
+        {"metadata": json.dumps({"func_name": "Solution.add"})},
+    ),
+    "cases by input and output": (
+        "print(input()[::-1])",
+        "print(1)",
+        [{"input": "ab", "output": "ba", "testtype": "stdin"}],
+        {},
+    ),
+    "arguments and expected": (
+        ADD,
+        ADD.replace("+", "*"),
+        {
+            "entry_point": "add",
+            "tests": [{"arguments": [1, 2], "expected": 3}, {"keywords": {"a": 0.1, "b": 0.2}, "expected": 0.3}],
+        },
+        {},
+    ),
+    "a check function": (
+        ADD,
+        ADD.replace("+", "-"),
+        {
+            "entry_point": "add",
+            "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]",
+        },
+        {},
+    ),
+    "a list of asserts": (
+        ADD,
+        ADD.replace("+", "-"),
+        {"test_list": ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]},
+        {},
+    ),
+    "text of asserts": (ADD, ADD.replace("+", "-"), "import math\nassert math.isclose(add(0.1, 0.2), 0.3)", {}),
+    "a test case": (
+        ADD,
+        ADD.replace("+", "-"),
+        {
+            "test": "import unittest\nclass Tests(unittest.TestCase):\n"
+            "    def test_sum(self):\n        self.assertEqual(add(1, 2), 3)"
+        },
+        {},
+    ),
+    "asserts about the program's own objects": (
+        "class Pair:\n    def __init__(self, a, b):\n        self.a, self.b = a, b\ndef swap(p):\n    return Pair(p.b, p.a)",
+        "class Pair:\n    def __init__(self, a, b):\n        self.a, self.b = a, b\ndef swap(p):\n    return p",
+        ["assert swap(Pair(1, 2)).a == 2"],
+        {},
+    ),
+    "asserts about arguments that are changed": (
+        "def order(values):\n    values.sort()",
+        "def order(values):\n    pass",
+        ["values = [3, 1, 2]\norder(values)\nassert values == [1, 2, 3]"],
+        {},
+    ),
+    "asserts about exceptions": (
+        "def root(x):\n    if x < 0:\n        raise ValueError('negative')\n    return x ** 0.5",
+        "def root(x):\n    return abs(x) ** 0.5",
+        ["try:\n    root(-1)\n    raised = False\nexcept ValueError:\n    raised = True\nassert raised"],
+        {},
+    ),
+    "tuples, sets, dicts and generators": (
+        "def make():\n    return (1, {2, 3}, {4: [5]}, float('inf'), b'x', None)\ndef count():\n    yield from range(3)",
+        "def make():\n    return [1, [2, 3], {4: [5]}, float('inf'), b'x', None]\ndef count():\n    yield 0",
+        ["assert make() == (1, {3, 2}, {4: [5]}, float('inf'), b'x', None)", "assert list(count()) == [0, 1, 2]"],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_right_program_passes_and_a_wrong_one_fails(judge: CodeJudge, form: str) -> None:
+    right, wrong, answer, extra = FORMS[form]
+    found = judge.score(ask(right, answer, **extra))
+    assert (found["score"], found["remark"]) == (1.0, "passed")
+    assert judge.score(ask(wrong, answer, **extra))["score"] < 1
+
+
+def test_tests_may_stand_in_a_column_of_their_own(judge: CodeJudge) -> None:
+    assert judge.score(ask(ADD, None, test_list=["assert add(1, 2) == 3"]))["score"] == 1
+    assert judge.score(ask("print(1)", None, input_output='{"inputs": [""], "outputs": ["1"]}'))["score"] == 1
+    listed = {
+        "public_test_cases": '[{"input": "", "output": "1"}]',
+        "private_test_cases": [{"input": "", "output": "2"}],
+    }
+    assert judge.score(ask("print(1)", "", **listed))["score"] == 0.5
+
+
+def test_a_program_that_goes_on_from_the_given_start_is_joined_to_it(judge: CodeJudge) -> None:
+    row = {
+        "entry_point": "add",
+        "prompt": "def add(a, b):\n    '''Sum.'''\n",
+        "test": "def check(f):\n    assert f(1, 2) == 3",
+    }
+    assert judge.score(ask("    return a + b", row))["score"] == 1
+    assert judge.score(ask(ADD, row))["score"] == 1
+
+
+def test_the_score_is_the_share_of_tests_or_all_or_nothing() -> None:
+    row = {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "2", "3", "9"]}
+    asserts = ["assert f(1) == 1", "assert f(2) == 0", "assert f(3) == 3"]
+    with CodeJudge(SETTINGS, 60) as judge:
+        found = judge.score(ask("print(input())", row))
+        assert (found["score"], found["tests_passed"]) == (0.75, 0.75)
+        assert found["remark"] == "wrong_answer: test 4: it printed '4\\n', not '9'"
+        assert judge.score(ask("def f(x): return x", asserts))["score"] == pytest.approx(2 / 3)
+    with CodeJudge(SETTINGS.model_copy(update={"score": "all"}), 60) as judge:
+        assert judge.score(ask("print(input())", row))["score"] == 0
+        assert judge.score(ask("def f(x): return x", asserts))["score"] == 0
+    with CodeJudge(SETTINGS.model_copy(update={"max_tests": 3, "score": "all"}), 60) as judge:
+        assert judge.score(ask("print(input())", row))["score"] == 1
+    with CodeJudge(SETTINGS.model_copy(update={"stop_at_failure": True}), 60) as judge:
+        row = {"inputs": ["1", "2", "3"], "outputs": ["1", "x", "3"]}
+        assert judge.score(ask("print(input())", row))["score"] == pytest.approx(1 / 3)
+
+
+def test_the_time_of_all_tests_together_is_bounded() -> None:
+    row = {"inputs": [""] * 50, "outputs": ["1"] * 50}
+    with CodeJudge(SETTINGS, 2.0) as judge:
+        found = judge.score(ask("import time\ntime.sleep(0.3)\nprint(1)", row))
+    assert 0 <= found["score"] < 1
+    assert found["remark"].startswith("time_limit: ")
+
+
+CHECK = {
+    "entry_point": "f",
+    "test": "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(5) == 6",
+}
+CALLS = {"entry_point": "f", "tests": [{"arguments": [1], "expected": 2}, {"arguments": [5], "expected": 6}]}
+PRINTS = {"inputs": ["1"], "outputs": ["2"]}
+EQUALS_ALL = "class All(BASE):\n def __eq__(self, o): return True\n def __ne__(self, o): return False\n"
+CHEATS = {
+    "an object that equals everything": EQUALS_ALL.replace("BASE", "int") + "def f(x): return All(0)",
+    "an object of no known kind that equals everything": EQUALS_ALL.replace("BASE", "object")
+    + "def f(x): return All()",
+    "an exit before the tests": "import sys\ndef f(x): return 0\nsys.exit(0)",
+    "an exit in the tests": "import sys\ndef f(x): sys.exit(0)",
+    "a hard exit in the tests": "import os\ndef f(x): os._exit(0)",
+    "verdicts written everywhere": (
+        "import os, json\nfor fd in range(1, 64):\n"
+        " for text in ('{\"ok\": true, \"tests\": 1}', 'true', '2', '6'):\n"
+        "  try: os.write(fd, (text + '\\n').encode())\n  except OSError: pass\ndef f(x): return 0"
+    ),
+    "verdicts written instead of an answer": (
+        "import os\ndef f(x):\n for fd in range(3, 64):\n"
+        '  try: os.write(fd, b\'{"ok": true, "tests": 1}\\n\' * 9)\n  except OSError: pass\n os._exit(0)'
+    ),
+    "builtins replaced": (
+        "import builtins, operator\nfor name in ('all', 'any', 'isinstance', 'len', 'abs'):\n"
+        " setattr(builtins, name, lambda *a, **k: True)\ndef f(x): return 0"
+    ),
+    "a name of the tests' taken": (
+        "def check(*a): pass\nclass AssertionError(Exception): pass\ndef candidate(x): return 0\ndef f(x): return 0"
+    ),
+    "an assertion error of its own": "def f(x): raise AssertionError",
+    "an import error of its own": "def f(x): raise ImportError('numpy')",
+    "a skipped test": "import unittest\ndef f(x): raise unittest.SkipTest",
+    "frames searched for the expected value": (
+        "import gc, sys\ndef f(x):\n frame = sys._getframe()\n while frame:\n  for v in list(frame.f_locals.values()):\n"
+        "   if isinstance(v, dict) and 'expected' in v: return v['expected']\n  frame = frame.f_back\n"
+        " for o in gc.get_objects():\n  if isinstance(o, dict) and 'expected' in o: return o['expected']\n return 0"
+    ),
+    "json replaced": (
+        "import json\njson.dumps = lambda *a, **k: 'true'\njson.loads = lambda *a, **k: ['has', []]\ndef f(x): return 0"
+    ),
+    "a signal to the checker": "import os\ndef f(x):\n try: os.kill(-1, 9)\n except OSError: pass\n return 0",
+    "an answer without end": "def f(x):\n a = []\n for _ in range(20000): a = [a]\n return a",
+    "a long answer": "def f(x): return 'x' * 2 * 10**7",
+    "not a number": "def f(x): return float('nan')",
+}
+
+
+ASSERTS = {"entry_point": "f", "test": "assert all([f(1) == 2])\nassert len([f(5)]) == 1 and f(5) == 6"}
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[CodeJudge]:
+    """A judge that does not wait long, for programs that spoil their own answers."""
+    with CodeJudge(SETTINGS.model_copy(update={"wall_s": 2.0, "cpu_s": 1.0, "stop_at_failure": True}), 120.0) as one:
+        yield one
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_cheat_is_worth_nothing(hasty: CodeJudge, cheat: str) -> None:
+    for row in (CHECK, CALLS, ASSERTS):
+        found = hasty.score(ask(CHEATS[cheat], row))
+        assert found["score"] == 0, (row, found)
+        assert found["remark"].partition(":")[0] != "passed"
+
+
+def test_fake_verdicts_on_standard_output_are_output(judge: CodeJudge) -> None:
+    assert judge.score(ask("print('passed')\nimport os\nos._exit(0)", PRINTS))["score"] == 0
+
+
+def test_names_the_tests_use_are_their_own_first(judge: CodeJudge) -> None:
+    """A program cannot stand in for a module or a builtin that the tests compare with."""
+    cheat = "class math:\n    isclose = staticmethod(lambda *a, **k: True)\ndef len(x): return 7\ndef f(x): return 0"
+    assert judge.score(ask(cheat, ["assert math.isclose(f(1), 2)"]))["score"] == 0
+    assert judge.score(ask(cheat, ["assert len('x' * f(1)) == 7"]))["score"] == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "no tests"),
+        ("42", "no tests"),
+        ({"inputs": ["1"], "outputs": []}, "not two lists of one length"),
+        ({"tests": [{"arguments": [1], "expected": 2}]}, "need an entry_point"),
+        ([{"input": "1"}], "neither input and output"),
+        ({"test": "def (:", "entry_point": "f"}, "no Python"),
+        ({"test": "x = 1"}, "no assert"),
+        ({"test": "import no_such_module\nassert f(1) == 1"}, "no_such_module"),
+        ({"private_test_cases": "eJxyz"}, "not unpacked"),
+    ],
+)
+def test_a_row_with_broken_tests_is_never_a_zero(judge: CodeJudge, answer: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        judge.score(ask("def f(x): return x", answer))
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("a\n```py\nx = 1\n```\nb\n```\nx = 2\n```\nc", "x = 2\n"),
+        ("```python\nx = 1\n```\nOutput:\n```text\n2\n```", "x = 1\n"),
+        ("```python\nx = 1", "x = 1"),
+        ("~~~\nx = '''\n```\n'''\n~~~", "x = '''\n```\n'''\n"),
+        ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2\n"),
+        ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("x = 1\nprint(x)", "x = 1\nprint(x)"),
+        ("The answer is 4.", None),
+        ("", None),
+        ("```java\nclass A {}\n```", None),
+    ],
+)
+def test_the_program_is_the_last_block_of_python(response: str, program: str | None) -> None:
+    assert find_program(response) == program
+
+
+def test_a_response_without_program_is_the_models_fault(judge: CodeJudge) -> None:
+    request = RewardRequest(response="I cannot.", answer=PRINTS, data_source="d", extra={}, prompt="p", finish="stop")
+    found = judge.score(request)
+    assert (found["score"], found["remark"]) == (0.0, "no_program: the response has no block of Python")
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "same"),
+    [
+        ("1 2\n", "1 2", True),
+        ("1 2  \n\n", "1 2\n", True),
+        ("1\r\n2", "1\n2", True),
+        ("0.30000000000000004", "0.3", True),
+        ("0.31", "0.3", False),
+        ("3", "3.0", True),
+        ("3.0", "3", False),
+        ("1\n2", "1 2", False),
+        ("yes", "YES", False),
+        ("nan", "nan", True),
+        ("1e400", "inf", False),
+        ("", "0", False),
+    ],
+)
+def test_outputs_are_compared_with_tolerance_for_space_and_fractions(found: str, wanted: str, same: bool) -> None:
+    assert same_output(found, wanted, 1e-6) is same
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "same"),
+    [
+        (1, 1.0, True),
+        (1, True, False),
+        (True, 1, False),
+        ([1, [2]], [1, [2]], True),
+        ([1], [1, 2], False),
+        ({"a": 0.1 + 0.2}, {"a": 0.3}, True),
+        ({"a": 1, "b": 2}, {"a": 1}, False),
+        ("1", 1, False),
+        (None, None, True),
+        (0, None, False),
+        (10**400, 1.5, False),
+        (float("nan"), 1.0, False),
+    ],
+)
+def test_values_are_compared_by_kind(found: Any, wanted: Any, same: bool) -> None:
+    assert same_value(found, wanted, 1e-6) is same
+
+
+def test_code_runs_only_where_it_is_asked_for() -> None:
+    with pytest.raises(UserError, match="was not asked for") as caught:
+        choose_function(RewardSettings(function="code"))
+    assert caught.value.fix == "set reward.code.enabled=true"
+    settings = RewardSettings(function="code", code=SETTINGS, kwargs={"cpu_s": 3})
+    with pytest.raises(UserError, match="settings of its own"):
+        choose_function(settings)
+
+
+def test_less_isolation_than_is_demanded_is_refused() -> None:
+    with pytest.raises(UserError, match=r"not there: network, processes") as caught:
+        require_isolation(SETTINGS, ("namespaces", "own_user", "landlock", "filter"))
+    assert "programs can reach the network" in str(caught.value.why)
+    assert caught.value.fix.endswith("reward.code.require=[]")
+
+
+def test_rewards_come_through_the_pool_with_their_reasons() -> None:
+    settings = RewardSettings(function="code", code=SETTINGS, workers=1, deadline_s=100)
+    with RewardPool(settings) as pool:
+        right, wrong, broken = pool.score([ask("print(2)", PRINTS), ask("print(3)", PRINTS), ask("print(2)", "42")])
+    assert (right.value, right.detail) == (1.0, "passed")
+    assert (wrong.value, wrong.detail) == (0.0, "wrong_answer: test 1: it printed '3\\n', not '2'")
+    assert (broken.value, broken.reason) == (None, InvalidReason.RAISED)
+    assert "no tests" in broken.detail
+
+
+def test_the_verifier_has_its_name() -> None:
+    assert "code" in VERIFIERS
+    assert read_tests({"inputs": ["a"], "outputs": ["b"]}, {}).cases

@@ -1,0 +1,352 @@
+"""Programs that misbehave, run for real: each costs itself only. Harnesses bound what could go wrong if a wall did not hold."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshloom.config.code_settings import CodeSettings, Isolation
+from meshloom.rewards.code.judge import CodeJudge, Judgement
+from meshloom.rewards.code.tests import read_tests
+from meshloom.rewards.code.verdict import Verdict
+from meshloom.rewards.isolation import find_isolation
+from meshloom.rewards.sandbox.client import Sandbox, SandboxFault
+
+SETTINGS = CodeSettings(
+    enabled=True, cpu_s=2.0, wall_s=30.0, memory_bytes=2**28, disk_bytes=2**22, output_bytes=2**16, processes=8
+)
+BUDGET_S = 120.0
+SLEEP = f"700.{os.getpid()}"
+"""How long children sleep that should have been killed: a number no other process uses."""
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[CodeJudge]:
+    with CodeJudge(SETTINGS, BUDGET_S) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[CodeJudge]:
+    """A judge that does not wait long, for programs that would."""
+    with CodeJudge(SETTINGS.model_copy(update={"wall_s": 0.8, "cpu_s": 0.4}), BUDGET_S) as one:
+        yield one
+
+
+def judged(judge: CodeJudge, program: str, stdout: str = "right", stdin: str = "") -> Judgement:
+    return judge.judge(program, read_tests([{"stdin": stdin, "stdout": stdout}], {}))
+
+
+def verdict(judge: CodeJudge, program: str) -> Verdict:
+    return judged(judge, program).finding.verdict
+
+
+def left_over() -> list[str]:
+    """Processes and folders that programs of these tests left."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if SLEEP in " ".join(process.info["cmdline"] or []):
+            found.append(str(process))
+    return found
+
+
+def test_a_right_program_passes(judge: CodeJudge) -> None:
+    found = judged(judge, "a, b = map(int, input().split())\nprint(a + b)", "7\n", "3 4\n")
+    assert (found.passed, found.total, found.finding.verdict) == (1, 1, Verdict.PASSED)
+
+
+BOMB = """
+import os, sys
+made = 0
+for _ in range(200):
+    try:
+        child = os.fork()
+    except OSError:
+        print("bounded", made)
+        raise
+    made += 1
+    if child == 0:
+        import time
+        time.sleep(SLEEP)
+"""
+MISDEEDS = {
+    "a bomb of forks": (BOMB, Verdict.PROCESS_LIMIT),
+    "a bomb of threads": (
+        "import threading, time\nfor _ in range(200):\n threading.Thread(target=time.sleep, args=(5,), daemon=True).start()",
+        Verdict.PROCESS_LIMIT,
+    ),
+    "ten gigabytes": ("x = bytearray(10**10)\nprint('right')", Verdict.MEMORY_LIMIT),
+    "a file that fills the disk": ("open('x', 'wb').write(b'a' * 10**8)\nprint('right')", Verdict.FILE_LIMIT),
+    "many files that fill the disk": (
+        "for i in range(100):\n with open(str(i), 'wb') as f:\n  f.write(b'a' * 10**6)\nprint('right')",
+        Verdict.FILE_LIMIT,
+    ),
+    "too many open files": ("f = [open('/dev/null') for _ in range(1000)]\nprint('right')", Verdict.FILE_LIMIT),
+    "a gigabyte of output": (
+        "import os\nfor _ in range(1000):\n os.write(1, b'x' * 10**6)",
+        Verdict.OUTPUT_LIMIT,
+    ),
+    "a gigabyte of complaints": (
+        "import os\nfor _ in range(1000):\n os.write(2, b'x' * 10**6)",
+        Verdict.OUTPUT_LIMIT,
+    ),
+    "an integer too long to print": ("print(10**10000)", Verdict.RUNTIME_ERROR),
+    "deep recursion": ("def f(n):\n return f(n + 1)\nf(0)", Verdict.RUNTIME_ERROR),
+    "a crash": ("import ctypes\nctypes.string_at(0)", Verdict.RUNTIME_ERROR),
+    "a lone surrogate": ("print(chr(0xD800))", Verdict.RUNTIME_ERROR),
+    "a syntax error": ("def (:", Verdict.RUNTIME_ERROR),
+    "binary output": ("import os\nos.write(1, bytes(range(256)))", Verdict.WRONG_ANSWER),
+    "nothing": ("", Verdict.WRONG_ANSWER),
+    "an exit before the answer": ("import sys\nsys.exit(0)\nprint('right')", Verdict.WRONG_ANSWER),
+    "a hard exit before the answer": ("import os\nos._exit(0)", Verdict.WRONG_ANSWER),
+    "a right answer and a bad exit code": ("print('right')\nimport sys\nsys.exit(3)", Verdict.RUNTIME_ERROR),
+    "a namespace of its own": (
+        "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
+        Verdict.RUNTIME_ERROR,
+    ),
+    "mounting": (
+        "import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/sandbox', b'tmpfs', 0, None) == 0",
+        Verdict.RUNTIME_ERROR,
+    ),
+    "becoming root": ("import os\nos.setuid(0)", Verdict.RUNTIME_ERROR),
+    "killing its parent": ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", Verdict.WRONG_ANSWER),
+    "killing everyone": ("import os, signal\nos.kill(-1, signal.SIGKILL)", None),
+    "writing beside its folder": ("open('/usr/x', 'w')", Verdict.FORBIDDEN),
+    "a link out of its folder": ("import os\nos.symlink('/usr/bin', 'out')\nopen('out/x', 'w')", Verdict.FORBIDDEN),
+    "another process's memory": (
+        "import ctypes\nif ctypes.CDLL(None).ptrace(16, 1, 0, 0) < 0: raise PermissionError(1, 'no')",
+        Verdict.FORBIDDEN,
+    ),
+}
+
+
+@pytest.mark.parametrize("misdeed", MISDEEDS)
+def test_a_misdeed_costs_its_own_program_only_and_is_named(judge: CodeJudge, misdeed: str) -> None:
+    program, expected = MISDEEDS[misdeed]
+    found = judged(judge, program.replace("SLEEP", SLEEP))
+    assert found.passed == 0
+    assert expected is None or found.finding.verdict is expected, found
+    assert judged(judge, "print('right')").passed == 1
+    assert left_over() == []
+
+
+IDLE = {
+    "an endless loop": "while True: pass",
+    "sleep": "import time\ntime.sleep(600)",
+    "waiting for input that never comes": "import os\nr, w = os.pipe()\nos.read(r, 1)",
+    "a program that ignores signals": (
+        "import signal\nfor n in range(1, 65):\n try: signal.signal(n, signal.SIG_IGN)\n except (OSError, ValueError): pass\n"
+        "while True: pass"
+    ),
+    "a loop in children": (
+        "import os\nfor _ in range(3):\n if os.fork() == 0:\n  while True: pass\nimport time\ntime.sleep(600)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_a_program_that_does_not_end_is_ended(judge: CodeJudge, hasty: CodeJudge, name: str) -> None:
+    began = time.monotonic()
+    assert verdict(hasty, IDLE[name]) is Verdict.TIME_LIMIT
+    assert time.monotonic() - began < 60
+    assert judged(judge, "print('right')").passed == 1
+
+
+DAEMON = """
+import os, signal, subprocess, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.closerange(0, 3)
+        os.execv("/bin/sleep", ["sleep", "SLEEP"])
+    os._exit(0)
+os.wait()
+print("right")
+"""
+
+
+def test_daemons_die_with_their_program(judge: CodeJudge) -> None:
+    assert judged(judge, DAEMON.replace("SLEEP", SLEEP)).passed == 1
+    assert left_over() == []
+
+
+def test_nothing_reaches_the_network(judge: CodeJudge) -> None:
+    """Neither a server on this machine nor a datagram; and the program is told so by an error it can catch."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+    ):
+        datagrams.bind(("127.0.0.1", 0))
+        program = f"""
+import socket
+for action in (
+    lambda: socket.create_connection(("127.0.0.1", {server.getsockname()[1]})).sendall(b"x"),
+    lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", {datagrams.getsockname()[1]})),
+    lambda: socket.socket(socket.AF_UNIX).connect("\\0anything"),
+    lambda: socket.getaddrinfo("example.com", 80),
+):
+    try:
+        action()
+        print("through")
+    except OSError:
+        pass
+print("right")
+"""
+        assert judged(judge, program).passed == 1
+        for one in (server, datagrams):
+            one.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            server.accept()
+        with pytest.raises(TimeoutError):
+            datagrams.recv(1)
+    assert verdict(judge, "import socket\nsocket.create_connection(('127.0.0.1', 80))") is Verdict.FORBIDDEN
+
+
+def test_files_of_this_machine_cannot_be_read_nor_written_not_even_through_a_link(
+    judge: CodeJudge, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("told")
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o777)
+    program = f"""
+import os
+os.symlink({str(tmp_path)!r}, "out")
+for path in ({str(secret)!r}, "out/secret", "/proc/1/root{secret}", "/etc/shadow", "/root/.bashrc"):
+    try:
+        print("read", open(path).read())
+    except OSError:
+        pass
+for path in ({str(tmp_path / "new")!r}, "out/new"):
+    try:
+        open(path, "w").write("x")
+        print("wrote", path)
+    except OSError:
+        pass
+os.mkdir("closed")
+open("closed/file", "w").write("x")
+os.chmod("closed", 0)
+print("right")
+"""
+    assert judged(judge, program).passed == 1
+    assert sorted(tmp_path.iterdir()) == [secret]
+
+
+def test_secrets_of_the_parent_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its environment nor what another program was given is found in a program's process."""
+    monkeypatch.setenv("MESHLOOM_TEST_TOKEN", "secret-of-the-parent")
+    program = f"""
+import gc, glob, os
+found = [os.environ.get("MESHLOOM_TEST_TOKEN")]
+for path in ["/proc/{os.getpid()}/environ", *glob.glob("/proc/[0-9]*/environ")]:
+    try:
+        found.append("secret-of-the-parent".encode() in open(path, "rb").read() or None)
+    except OSError:
+        pass
+texts = [one for one in gc.get_objects() if isinstance(one, (dict, list)) and "of an " + "earlier" in repr(one)[:10000]]
+print("right" if not any(found) and not texts else "found")
+"""
+    with CodeJudge(SETTINGS, BUDGET_S) as judge:
+        judged(judge, "x = 'source of an earlier program'", "answer of an earlier program")
+        assert judged(judge, program).passed == 1
+
+
+def test_programs_do_not_see_each_other_nor_what_others_left(judge: CodeJudge) -> None:
+    assert judged(judge, "open('left', 'w').write('x')\nprint('right')").passed == 1
+    alone = "not os.listdir('.') and len([p for p in os.listdir('/proc') if p.isdigit()]) == 2"
+    program = f"import os\nprint('right' if {alone} else 'seen')"
+    assert judged(judge, program).passed == 1
+
+
+def test_the_same_program_does_the_same_each_time(judge: CodeJudge) -> None:
+    """Hashes and unseeded random numbers do not change, so that rewards can be repeated."""
+    program = "import random\nprint(hash('text'), random.random())"
+    with CodeJudge(SETTINGS, BUDGET_S) as other:
+        details = {judged(one, program).finding.detail for one in (judge, other, judge)}
+    assert len(details) == 1
+
+
+def test_the_server_dies_with_its_user_and_takes_all_programs_along() -> None:
+    code = f"""
+import os
+from meshloom.config.code_settings import CodeSettings
+from meshloom.rewards.code.judge import CodeJudge
+from meshloom.rewards.code.tests import read_tests
+judge = CodeJudge(CodeSettings(enabled=True, wall_s=50), 60)
+print(judge.sandbox.pid, flush=True)
+judge.judge("import os\\nos.execv('/bin/sleep', ['sleep', '{SLEEP}'])", read_tests([{{"stdin": "", "stdout": ""}}], {{}}))
+"""
+    user = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert user.stdout is not None
+    server = int(user.stdout.readline())
+    until = time.monotonic() + 60
+    while not left_over() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left_over()
+    user.send_signal(signal.SIGKILL)
+    user.communicate()
+    while (left_over() or psutil.pid_exists(server)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left_over() == []
+    assert not psutil.pid_exists(server)
+
+
+def test_a_server_that_was_killed_is_started_again() -> None:
+    with CodeJudge(SETTINGS, BUDGET_S) as judge:
+        os.kill(judge.sandbox.pid, signal.SIGKILL)
+        assert judged(judge, "print('right')").passed == 1
+
+
+def test_a_sandbox_that_cannot_start_says_why(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no interpreter here >&2\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(SandboxFault, match="no interpreter here"):
+        Sandbox(str(broken))
+
+
+WALLS = {Isolation.NETWORK, Isolation.FILESYSTEM, Isolation.PROCESSES, Isolation.PROCESS_COUNT, Isolation.USER}
+
+
+def test_isolation_is_what_attempts_show(judge: CodeJudge) -> None:
+    """Without any means all attempts get through, and are found to; with those of this machine those it names do not."""
+    nothing = find_isolation(SETTINGS, ("namespaces", "own_user", "landlock", "filter"))
+    assert not nothing.achieved
+    assert "programs can reach the network" in nothing.text()
+    found = find_isolation(SETTINGS)
+    assert found.means.namespaces == judge.sandbox.means.namespaces
+    if found.means.namespaces:
+        assert found.achieved >= WALLS
+    for one in found.missing:
+        assert one in found.record()["missing"]
+
+
+def test_where_namespaces_are_not_permitted_the_rest_still_holds() -> None:
+    """Rules on files, the filter of calls, and a look at what programs use; what is not held is named."""
+    without = ("namespaces", "own_user")
+    found = find_isolation(SETTINGS, without)
+    if not (found.means.filter and found.means.landlock):
+        pytest.skip("this kernel has neither")
+    assert found.achieved == {Isolation.NETWORK, Isolation.FILESYSTEM, Isolation.SYSTEM_CALLS}
+    with CodeJudge(SETTINGS, BUDGET_S, without) as judge:
+        for name in (
+            "a bomb of forks",
+            "ten gigabytes",
+            "many files that fill the disk",
+            "killing its parent",
+            "killing everyone",
+        ):
+            assert judged(judge, MISDEEDS[name][0].replace("SLEEP", SLEEP)).passed == 0, name
+            assert left_over() == []
+        assert judged(judge, DAEMON.replace("SLEEP", SLEEP)).passed == 1
+        assert left_over() == []
+        assert judged(judge, "print('right')").passed == 1
