@@ -35,6 +35,9 @@ LAYOUTS = {
     "hybrid": ("cluster.devices_per_node=4", "parallel.actor.fsdp_size=2", "parallel.reference.fsdp_size=2"),
     "reference of its own": ("cluster.devices_per_node=2", "placement.actor=[0]", "placement.reference=[1]"),
     "tensor": ("cluster.devices_per_node=2", "parallel.actor.tensor=2", "parallel.reference.tensor=2"),
+    "engine over four": ("cluster.devices_per_node=4", "parallel.rollout.tensor=2"),
+    "engine over two, trainer beside": ("cluster.devices_per_node=3", "placement.actor=[0]", "placement.reference=[0]")
+    + ("placement.rollout=[1,2]", "parallel.rollout.tensor=2"),
     "sequence": ("cluster.devices_per_node=2", "parallel.actor.sequence=2", "parallel.reference.sequence=2"),
 }
 
@@ -106,6 +109,13 @@ def test_two_devices_that_share_everything_do_what_one_does(
     assert {"generate", "update", "sync"} <= phases
     assert not list(tmp_path.glob("two/checkpoints/.*"))
     assert not list_of_workers()
+
+
+def test_an_engine_over_two_devices_samples_what_one_does(inputs: Path, alone: Path, tmp_path: Path) -> None:
+    """Its model is split, on the devices that train; the first of them tells the samples."""
+    more = ("cluster.devices_per_node=2", "parallel.rollout.tensor=2")
+    assert run_training(train_settings(inputs, tmp_path / "run", *BRIEF, *more), resume=False) == 0
+    assert_like(alone, tmp_path / "run")
 
 
 def list_of_workers() -> list[psutil.Process]:

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshloom.config.errors import UserError
+from meshloom.config.settings import LoraSettings
+from meshloom.train.build_on_mesh import build_model
 from tests import mesh_checks
 from tests.mesh_checks import Axes, assert_same, folder_of, in_one_process, train_on
 from tests.models import FAMILIES
@@ -74,12 +76,24 @@ def _without_plan(folder: str) -> str:
     return "nothing"
 
 
-def test_adapters_on_cut_layers_are_refused(four_ranks: Ranks, folders: Path) -> None:
-    said = four_ranks.run(_adapters_cut, folder_of(folders, "llama"))
-    assert all("model.lora" in text for text in said)
+def test_adapters_on_cut_layers(four_ranks: Ranks, folders: Path) -> None:
+    """Cut with their layers, sharded or not, and on keys and values that are whole on each rank."""
+    folder = folder_of(folders, "qwen3")
+    expected = in_one_process(folder, lora=True)
+    for axes, first in (((("fsdp", 2), ("tp", 2)), [0, 2]), ((("tp", 4),), [0])):
+        found = four_ranks.run(train_on, [(axes, [0, 1, 2, 3])], folder, False, {"lora": True})
+        assert_same([found[rank] for rank in first], expected, places=len(first))
 
 
-def _adapters_cut(folder: str) -> str:
+def test_an_adapter_on_the_embedding_is_refused(four_ranks: Ranks, folders: Path) -> None:
+    said = four_ranks.run(_adapter_on_embedding, folder_of(folders, "llama"))
+    assert all("model.lora.target_modules" in text for text in said)
+
+
+def _adapter_on_embedding(folder: str) -> str:
+    mesh = mesh_checks.mesh_of(PAIRS)
+    lora = LoraSettings(rank=2, target_modules=("q_proj", "embed_tokens"))
+    settings = mesh_checks.settings_of(folder).model_copy(update={"lora": lora})
     with pytest.raises(UserError) as caught:
-        mesh_checks.model_on(mesh_checks.mesh_of(PAIRS), folder, lora=True)
+        build_model(settings, mesh, mesh_checks.BOUND, None)
     return str(caught.value)

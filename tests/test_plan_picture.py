@@ -129,8 +129,7 @@ def test_a_map_is_given_on_the_command_line(run: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("overrides", "shown"),
     [
-        (["parallel.actor.tensor=2", "model.lora.rank=2"], ["adapters on layers", "parallel.actor.tensor=1"]),
-        (["parallel.rollout.tensor=2"], ["an engine whose model is split over devices"]),
+        (["placement.critic=[1]"], ["a critic model on devices", "placement.critic=all"]),
         (["placement.reward=[1]"], ["a reward model on devices"]),
     ],
 )
@@ -146,7 +145,7 @@ def test_what_is_only_planned_is_refused_by_name(
 
 
 def test_everything_that_is_only_planned_is_told_at_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["cluster.devices_per_node=4", "placement.reward=[1]", "parallel.rollout.tensor=2"]
+    given = ["cluster.devices_per_node=4", "placement.reward=[1]", "placement.critic=[0]"]
     assert main(["train", "run.yaml", *given]) == 2
     assert "2 problems" in capsys.readouterr().err
 

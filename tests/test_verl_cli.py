@@ -249,14 +249,6 @@ def test_verls_default_rows_of_validation_are_left_out_where_they_are_not(capsys
     assert "nothing is validated" in answer["verl"]["warnings"]["data.val_files"]
 
 
-def test_what_is_only_planned_is_not_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
-    text = COMMAND.replace("n_gpus_per_node=1", "n_gpus_per_node=2")
-    text += " actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    assert plan_json(capsys, text)[0] == 0
-    assert main(["train", "--verl", "--", text]) == 2
-    assert "an engine whose model is split over devices is planned, not carried out" in capsys.readouterr().err
-
-
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 

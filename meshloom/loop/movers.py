@@ -48,7 +48,8 @@ class WeightMover:
         self._resharder: Resharder | None = None
         self._probe: MeshProbe | None = None
         if actor is not None or copy is not None:
-            self._probe = MeshProbe(actor, None if copy is None else Asked.of_module(copy.module), group)
+            asked = None if copy is None else Asked.of_module(copy.module, copy.peers)
+            self._probe = MeshProbe(actor, asked, group)
             self._resharder = Resharder(
                 None if actor is None else MeshGiver(actor),
                 None if copy is None else copy.taker,

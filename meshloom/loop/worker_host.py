@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from meshloom.config.errors import RunFault
 from meshloom.config.settings import OptimizerSettings, TrainSettings
@@ -23,6 +22,7 @@ from meshloom.fabric.dispatch import GroupLayout, by_part, from_first
 from meshloom.fabric.seats import Seat
 from meshloom.fabric.verbs import emit, verb
 from meshloom.loop.build import decoder, set_end_tokens
+from meshloom.loop.engine_copies import build_copy
 from meshloom.loop.movers import WeightMover
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.observe.peaks import PhaseMemory
@@ -37,7 +37,7 @@ from meshloom.rollout.travel import Completions
 from meshloom.samples import Samples
 from meshloom.train.build_on_mesh import build_model
 from meshloom.train.head import plain_model
-from meshloom.train.load import describe_device, free_memory, load_model, load_tokenizer, pick_dtype
+from meshloom.train.load import describe_device, free_memory, load_tokenizer
 from meshloom.train.mesh import TrainMesh, mesh_of_plan
 from meshloom.train.mesh_model import MeshModel
 from meshloom.train.mesh_snapshot import (
@@ -208,13 +208,9 @@ class WorkerHost:
         return model
 
     def _build_embedded(self, ranks: list[list[int]], nodes: list[int]) -> None:
-        if self._own(Role.ROLLOUT) is not None:
-            # The first movement fills it with the actor's weights.
-            module = load_model(
-                self.settings.model.path, pick_dtype(self.settings.model.dtype, self.device), self.device
-            )
-            self._engine = self._build_engine(module.requires_grad_(False))
-            self._copy = EngineCopy(module)
+        self._copy = build_copy(self.settings.model, self.layout.role(Role.ROLLOUT), self.seat.rank, self.device)
+        if self._copy is not None:
+            self._engine = self._build_engine(self._copy)
         self._mover = WeightMover(self._models.get(Role.ACTOR), self._copy, *ranks, self.device, nodes)
 
     @property
@@ -227,15 +223,16 @@ class WorkerHost:
         first = ranks.index(self.seat.rank) // size * size
         return ranks[first : first + size]
 
-    def _build_engine(self, module: nn.Module) -> Engine:
+    def _build_engine(self, copy: EngineCopy) -> Engine:
         rollout = self.settings.rollout
         return embedded_engine(
-            module,
-            eos_ids=set_end_tokens(module, self.settings.data, self._tokenizer),
+            copy.module,
+            eos_ids=set_end_tokens(copy.module, self.settings.data, self._tokenizer),
             max_sequences=rollout.max_sequences,
             kv_cache_bytes=rollout.kv_cache_bytes,
             prefill_tokens=rollout.prefill_tokens,
             decode=decoder(self._tokenizer),
+            peers=copy.peers,
         )
 
     @property
@@ -300,7 +297,7 @@ class WorkerHost:
 
     @verb()
     def generate(self, requests: list[Request], deadline_s: float) -> dict[str, float]:
-        """Generate, and tell samples as they finish; what ``memory`` says then."""
+        """Generate, and tell samples as they finish, on the first rank of a replica; what ``memory`` says then."""
         self._phases.enter("generate")
         tells = self.seat.rank == self._replica[0]
         for finished in _together(self._need_engine().generate(requests, deadline_s=deadline_s)):

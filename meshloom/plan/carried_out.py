@@ -63,20 +63,9 @@ def _refusals(settings: TrainSettings, layout: Layout) -> Iterator[Problem]:
         if found.role in (Role.CRITIC, Role.REWARD):
             path = f"placement.{found.role}"
             yield _refusal(settings, path, f"a {found.role} model on devices", f"{path}=all")
-        elif found.role is not Role.ROLLOUT and settings.model.lora is not None and found.mesh.size("tp") > 1:
-            path = f"parallel.{found.role}.tensor"
-            yield _refusal(settings, path, "adapters on layers that are split over devices", f"{path}=1")
     for name in reward_models(settings.reward):
         path = f"reward.components.{name}.model"
         yield _refusal(settings, path, "a reward model in a run over several devices", "cluster.devices_per_node=1")
-    rollout = layout.role(Role.ROLLOUT)
-    if rollout is not None and rollout.mesh.size("tp") > 1 and settings.rollout.engine != "vllm":
-        yield _refusal(
-            settings,
-            "parallel.rollout.tensor",
-            "an engine whose model is split over devices",
-            "parallel.rollout.tensor=1",
-        )
 
 
 def _refusal(settings: TrainSettings, path: str, what: str, fix: str) -> Problem:

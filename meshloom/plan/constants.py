@@ -150,6 +150,11 @@ class Cluster:
         moved = 2 * count * (group - 1) / group
         return moved / self.link(group, stride, constants) + constants.collective_s
 
+    def all_gather(self, count: float, group: int, stride: int, constants: Constants) -> float:
+        """Seconds until each device of a group has so many bytes, of which it had its part (see ``link``)."""
+        moved = count * (group - 1) / group
+        return moved / self.link(group, stride, constants) + constants.collective_s
+
 
 def assumptions(constants: Constants, cluster: Cluster, origins: Mapping[str, str] = _NONE) -> Iterator[LedgerLine]:
     """What the cost model takes for granted, line by line.

@@ -16,7 +16,8 @@ from meshloom.plan.residency import EngineRole, Phase
 from meshloom.plan.seconds import PhaseTime, Seconds
 from meshloom.plan.shards import cached_values
 
-LOGIT_BYTES = 2 * 4
+_FLOAT32 = 4
+LOGIT_BYTES = 2 * _FLOAT32
 """That drawing a token writes and reads of a logit, in float32."""
 
 
@@ -80,6 +81,9 @@ def decode_step(
             2 * len(model.layers) * cluster.all_reduce(rows * model.hidden * engine.width, engine.tensor, 1, constants)
         )
         parts.append(Seconds(name="sums", seconds=summed, formula="2 all-reduces a layer", over_devices=True))
+        gathered = cluster.all_gather(rows * model.vocabulary * _FLOAT32, engine.tensor, 1, constants)
+        formula = f"{rows:.0f} rows of {model.vocabulary:,} in float32"
+        parts.append(Seconds(name="gathered logits", seconds=gathered, formula=formula, over_devices=True))
     return tuple(parts)
 
 

@@ -161,8 +161,10 @@ def engine_holdings(role: EngineRole) -> tuple[Holding, ...]:
         wanted, formula = role.cache_bytes, f"{role.cache_bound}; wanted are {formula}"
     found.append(_held(role, "key-value cache", wanted, formula, *awake))
     if role.keeps_logits:
-        logits = role.sequences * ceil_div(role.model.vocabulary, role.tensor) * FLOAT32
-        formula = f"sequences at once × vocabulary{_by(tensor=role.tensor)} × {FLOAT32}"
+        # Drawing needs them whole: those of a part, all parts as they come, and together.
+        copies = 1 if role.tensor == 1 else 3
+        logits = copies * role.sequences * role.model.vocabulary * FLOAT32
+        formula = f"sequences at once × vocabulary × {FLOAT32}{'' if copies == 1 else f' × {copies} (gathered)'}"
         found.append(_held(role, "logits of a decode step", logits, formula, Phase.GENERATE))
     return (*found, *_communication(role.name, Cut(tensor=role.tensor)))
 

@@ -101,10 +101,11 @@ def part_of(model: DecoderNumbers, cut: Cut, *, compiled: bool, stage: int = 0, 
     tables = (model.embedding if needs_table else 0) + (model.head if last else 0)
     over_tables = cut.tensor if of_engine or model.embedding // model.hidden % cut.tensor == 0 else 1
     root = ceil_div(tables, over_tables) + (model.final_norm if last else 0)
-    whole_keys = 0 if of_engine else _whole_keys(model, cut.tensor)
+    keys = _whole_keys(model, cut.tensor)
+    own_keys = keys // model.num_key_value_heads if of_engine else keys  # an engine's device has the head that it needs
 
     def size(layer: Layer) -> int:
-        return ceil_div(layer.cut_by_tensor - whole_keys, cut.tensor) + whole_keys + layer.norms + layer.router
+        return ceil_div(layer.cut_by_tensor - keys, cut.tensor) + own_keys + layer.norms + layer.router
 
     def width(layer: Layer) -> int:
         return values_per_token(model, layer, cut.tensor, compiled=compiled)

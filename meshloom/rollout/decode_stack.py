@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -22,6 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from meshloom.rollout.paged_ops import HeadNorms, HeadShape, NormKind, Ops, Pool, Rope
+from meshloom.rollout.peers import Alone, Peers
 from meshloom.train.head import decoder_of, plain_model
 
 _FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer, Gemma3DecoderLayer)
@@ -37,10 +38,11 @@ class Projection:
 
     Args:
         parts: the layers, in the order their outputs are wanted. Layers with adapters are called one by one.
+        peers: devices whose products are added up, each of them with its part of the inputs.
     """
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[nn.Module], peers: Peers | None = None) -> None:
+        self._parts, self._peers = parts, peers or Alone()
         self.is_plain = (
             all(type(part) is nn.Linear for part in parts) and len({part.bias is None for part in parts}) == 1
         )
@@ -54,8 +56,11 @@ class Projection:
             self._bias = None if self._parts[0].bias is None else _joined([part.bias for part in self._parts])
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._weight is not None:
+        if self._weight is not None and self._peers.count == 1:
             return linear(x, self._weight, self._bias)
+        if self._weight is not None:
+            total = self._peers.add_up(linear(x, self._weight))
+            return total if self._bias is None else total + self._bias
         return torch.cat([part(x) for part in self._parts], -1)
 
 
@@ -142,13 +147,16 @@ class DecodeStack:
         model: a causal language model, or one in a peft wrapper.
         ops: the operations.
         page: tokens of a page.
+        peers: devices that hold the model together.
     """
 
-    def __init__(self, model: nn.Module, ops: Ops, page: int) -> None:
+    def __init__(self, model: nn.Module, ops: Ops, page: int, peers: Peers | None = None) -> None:
+        self.peers: Peers = peers or Alone()
         self._decoder: PreTrainedModel = decoder_of(model)
         self._ops, config = ops, self._decoder.config
         attention = self._decoder.layers[0].self_attn
-        self.shape = HeadShape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, page)
+        keys = max(1, config.num_key_value_heads // self.peers.count)
+        self.shape = HeadShape(config.num_attention_heads // self.peers.count, keys, attention.head_dim, page)
         self.scale: float = attention.scaling
         first = self._decoder.layers[0]
         self._gemma = isinstance(first, Gemma3DecoderLayer)
@@ -168,11 +176,11 @@ class DecodeStack:
             norms=HeadNorms(attention.q_norm.weight.detach(), attention.k_norm.weight.detach(), kind)
             if has_norms
             else None,
-            out=Projection([attention.o_proj]),
+            out=Projection([attention.o_proj], self.peers),
             norm_after_attention=layer.post_attention_layernorm.weight.detach() if self._gemma else None,
             norm_before_mlp=before_mlp.weight.detach(),
             gate_up=Projection([mlp.gate_proj, mlp.up_proj]),
-            down=Projection([mlp.down_proj]),
+            down=Projection([mlp.down_proj], self.peers),
             norm_after_mlp=layer.post_feedforward_layernorm.weight.detach() if self._gemma else None,
             kind=attention.layer_type if self._gemma else "",
             window=_window(layer),
@@ -227,7 +235,7 @@ class DecodeStack:
             keep_key: whether ``attend`` reads the rotated keys from the projections.
         """
         table = self._decoder.embed_tokens
-        residual = embedding(ids_T, table.weight)
+        residual = self.peers.embed(ids_T, table.weight)
         if self._gemma:
             residual = residual * table.embed_scale.to(residual.dtype)
         x = self._ops.rms_norm(residual, self._layers[0].norm_in, self._norm)

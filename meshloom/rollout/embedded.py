@@ -9,6 +9,7 @@ from torch import nn
 
 from meshloom.rollout.decode_stack import reason_against
 from meshloom.rollout.paged_engine import PagedEngine
+from meshloom.rollout.peers import Peers
 from meshloom.rollout.protocol import Engine
 from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.train.head import plain_model
@@ -22,6 +23,7 @@ def embedded_engine(
     kv_cache_bytes: int | None,
     prefill_tokens: int,
     decode: Callable[[Sequence[int]], str] | None,
+    peers: Peers | None = None,
 ) -> Engine:
     """The paged engine on a GPU where the model's family has its form, else the one that calls the module's own layers.
 
@@ -36,4 +38,5 @@ def embedded_engine(
         kv_cache_bytes=kv_cache_bytes,
         prefill_tokens=prefill_tokens,
         decode=decode,
+        peers=peers,
     )

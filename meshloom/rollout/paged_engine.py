@@ -7,6 +7,7 @@ ends or is closed.
 """
 
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,13 +23,14 @@ from meshloom.rollout.page_memory import settle, spare_bytes, take_pages
 from meshloom.rollout.paged_ops import Ops, TorchOps
 from meshloom.rollout.paged_scheduler import PagedScheduler, Pass, Running
 from meshloom.rollout.pages import Pages
+from meshloom.rollout.peers import Alone, Decision, Peers
 from meshloom.rollout.protocol import Completion, FinishReason, Request
 from meshloom.rollout.requests import check_requests, kv_tokens, require_fit
 from meshloom.rollout.scheduler import Sample
 from meshloom.rollout.slot_state import Field, Finish
 from meshloom.rollout.step_runner import SlotSizes, StepRunner
 from meshloom.rollout.stopping import Decode, StopRule
-from meshloom.rollout.torch_engine import evaluation
+from meshloom.rollout.torch_engine import evaluation, vocabulary_of
 from meshloom.train.attention import PackedAttention
 from meshloom.train.head import OutputHead, plain_model
 
@@ -49,6 +51,7 @@ class PagedEngine(EmbeddedVerbs):
         decode: from token ids to text, for stop strings.
         page: tokens of a page, a power of two of at least 16.
         steps_ahead: decode steps between two looks at what has finished.
+        peers: devices that hold the model together; all of them are called alike.
     """
 
     def __init__(
@@ -62,11 +65,13 @@ class PagedEngine(EmbeddedVerbs):
         decode: Decode | None = None,
         page: int = 64,
         steps_ahead: int = 16,
+        peers: Peers | None = None,
     ) -> None:
         super().__init__()
         self._model, self._head = model, OutputHead(model)
-        self._shape = CacheShape.of(plain_model(model))
-        self._vocabulary = len(plain_model(model).get_input_embeddings().weight)
+        self._peers = peers or Alone()
+        self._shape = CacheShape.of(plain_model(model), self._peers.count)
+        self._vocabulary = vocabulary_of(model, self._peers)
         self._eos_ids, self._decode = eos_ids, decode
         self._max_sequences, self._prefill_tokens = max_sequences, prefill_tokens
         self._kv_cache_bytes, self._page, self._steps_ahead = kv_cache_bytes, page, steps_ahead
@@ -109,8 +114,8 @@ class PagedEngine(EmbeddedVerbs):
         """Bytes the cache may take now, beside the logits of a step."""
         if self._kv_cache_bytes is not None:
             return self._kv_cache_bytes
-        logits = 2 * self._num_slots(requests) * self._vocabulary * 4
-        return spare_bytes(self._shape.device, beside=logits)
+        logits = (2 if self._peers.part is None else 4) * self._num_slots(requests) * self._vocabulary * 4
+        return self._peers.least(spare_bytes(self._shape.device, beside=logits))
 
     def _num_slots(self, requests: Sequence[Request]) -> int:
         return min(self._max_sequences, sum(len(request.seeds) for request in requests))
@@ -153,10 +158,12 @@ class PagedEngine(EmbeddedVerbs):
             stops=_power_of_two(max(map(len, rules))),
         )
         runner = self._runner
-        if runner is None or not runner.sizes.holds(needed) or form_of(self._model) != self._form:
+        stays = runner is not None and runner.sizes.holds(needed) and form_of(self._model) == self._form
+        # A graph that is recorded runs a step, which all peers must do.
+        if not self._peers.least(stays):
             sizes = needed if runner is None else needed.join(runner.sizes)
             self._runner = runner = None  # what the old one holds makes room for the new one
-            stack = DecodeStack(self._model, self._ops, self._page)
+            stack = DecodeStack(self._model, self._ops, self._page, self._peers)
             stack.bind(sizes.pages * self._page)
             self._form = form_of(self._model)
             self._runner = runner = StepRunner(stack, self._head, self._ops, self._shape.device, sizes)
@@ -170,12 +177,12 @@ class PagedEngine(EmbeddedVerbs):
         useful = (self._num_slots(requests) + 2) * (longest + 1)
         wanted = min(self._cache_bytes(requests) // self._page_bytes, useful)
         layers = take_pages(self._shape, self._page, wanted=wanted, fewest=longest)
-        return Pages(len(layers[0]), self._page), layers
+        return Pages(self._peers.least(len(layers[0])), self._page), layers
 
-    def interrupted(self) -> set[int]:
-        """Requests that were aborted since the last time."""
+    def decided(self, *, is_over: bool, drawn: int) -> Decision:
+        """What ends now: all of it, or requests that were aborted since the last time. Arguments as ``Peers.follow``."""
         aborted, self._aborted = self._aborted, set()
-        return aborted
+        return self._peers.follow(Decision(is_over, frozenset(aborted)), drawn)
 
     @property
     def options(self) -> tuple[int, int, int]:
@@ -224,13 +231,15 @@ class _Generation:
     def _interrupted(self) -> list[Sample]:
         """End what was aborted, and everything once the deadline is over."""
         ended: list[Sample] = []
-        if aborted := self._engine.interrupted():
-            ended += self._end(aborted, FinishReason.ABORTED)
-        if time.monotonic() >= self._deadline:
+        now = self.runner.host.state[:, : len(self.scheduler.running)]
+        found = self._engine.decided(is_over=time.monotonic() >= self._deadline, drawn=zlib.crc32(now.tobytes()))
+        if found.aborted:
+            ended += self._end(found.aborted, FinishReason.ABORTED)
+        if found.is_over:
             ended += self._end(None, FinishReason.DEADLINE)
         return ended
 
-    def _end(self, request_ids: set[int] | None, reason: FinishReason) -> list[Sample]:
+    def _end(self, request_ids: frozenset[int] | None, reason: FinishReason) -> list[Sample]:
         def applies(sample: Sample) -> bool:
             return request_ids is None or sample.request.id in request_ids
 

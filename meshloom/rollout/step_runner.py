@@ -169,7 +169,7 @@ class StepRunner:
             ),
             keep_key=False,
         )
-        self._ops.draw(self._head.logits(hidden), slots, filtered=filtered)
+        self._ops.draw(stack.peers.whole(self._head.logits(hidden)), slots, filtered=filtered)
 
 
 def row_counts(most: int) -> list[int]:

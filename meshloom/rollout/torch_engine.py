@@ -9,6 +9,7 @@ Legend: T tokens of a pass, N rows that get a token, D hidden, V vocabulary.
 """
 
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from meshloom.rollout.embedded_verbs import EmbeddedVerbs
 from meshloom.rollout.kv_cache import Bank, CacheShape, KVCache, quarter_of_free_bytes, single_sequence_bytes
 from meshloom.rollout.layouts import BankDecode, DecodeLayout, MixedLayout, PrefillLayout
+from meshloom.rollout.peers import Alone, Decision, Peers
 from meshloom.rollout.protocol import Completion, FinishReason, Request
 from meshloom.rollout.requests import check_requests, kv_tokens, require_fit
 from meshloom.rollout.sampling import Rows, draw
@@ -40,6 +42,7 @@ class TorchEngine(EmbeddedVerbs):
         kv_cache_bytes: hard bound on the bytes of keys and values; default: a quarter of the memory free now.
         prefill_tokens: prompt tokens computed in one pass; a longer prompt is alone in its pass.
         decode: from token ids to text, for stop strings.
+        peers: devices that hold the model together; all of them are called alike.
     """
 
     def __init__(
@@ -51,15 +54,18 @@ class TorchEngine(EmbeddedVerbs):
         kv_cache_bytes: int | None = None,
         prefill_tokens: int = 8192,
         decode: Decode | None = None,
+        peers: Peers | None = None,
     ) -> None:
         super().__init__()
         self._model, self._decoder, self._head = model, decoder_of(model), OutputHead(model)
-        self._shape = CacheShape.of(plain_model(model))
+        self._peers = peers or Alone()
+        self._shape = CacheShape.of(plain_model(model), self._peers.count)
         self._small = self._shape.device.type == "cpu" and is_small(model)
-        self._vocabulary = len(plain_model(model).get_input_embeddings().weight)
+        self._vocabulary = vocabulary_of(model, self._peers)
         self._eos_ids, self._decode = eos_ids, decode
         self._max_sequences, self._prefill_tokens = max_sequences, prefill_tokens
-        self.kv_cache_bytes = kv_cache_bytes or quarter_of_free_bytes(self._shape.device)
+        self.kv_cache_bytes = kv_cache_bytes or self._peers.least(quarter_of_free_bytes(self._shape.device))
+        self._drawn = 0
         self._scheduler: Scheduler | None = None
         self._sampled: list[Sample] = []
         self._rows: Rows | None = None
@@ -121,10 +127,11 @@ class TorchEngine(EmbeddedVerbs):
     def _interrupted(self, scheduler: Scheduler, deadline: float) -> list[Sample]:
         """End what was aborted, and everything once the deadline is over."""
         ended: list[Sample] = []
-        if self._aborted:
-            aborted, self._aborted = self._aborted, set()
-            ended += scheduler.end(lambda sample: sample.request.id in aborted, FinishReason.ABORTED)
-        if time.monotonic() >= deadline:
+        aborted, self._aborted = self._aborted, set()
+        found = self._peers.follow(Decision(time.monotonic() >= deadline, frozenset(aborted)), self._drawn)
+        if found.aborted:
+            ended += scheduler.end(lambda sample: sample.request.id in found.aborted, FinishReason.ABORTED)
+        if found.is_over:
             ended += scheduler.end(lambda sample: True, FinishReason.DEADLINE)
         return ended
 
@@ -164,7 +171,7 @@ class TorchEngine(EmbeddedVerbs):
             ends = np.cumsum([len(prompt) for prompt in prompts]) + (len(samples) - 1)
             rows = np.concatenate([np.arange(len(samples)), ends])
             hidden_TD = hidden_TD[torch.from_numpy(rows).to(device)]
-        return self._head.logits(hidden_TD)
+        return self._peers.whole(self._head.logits(hidden_TD))
 
     def _draw(self, logits_NV: Tensor, samples: list[Sample]) -> list[Sample]:
         """Draw a token for every sample and hand it on; the one place that waits for the device."""
@@ -176,7 +183,7 @@ class TorchEngine(EmbeddedVerbs):
         tokens, logprobs = torch.stack([x.double() for x in draw(logits_NV, self._rows, positions)]).tolist()
         if not np.isfinite(logprobs).all():
             raise RuntimeError("the model gives logits that are not finite; its weights are broken or overflow")
-        version = self.version
+        version, self._drawn = self.version, zlib.crc32(np.array(tokens, dtype=np.int64).tobytes())
         for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
             sample.append(int(token), logprob, version)
         return [sample for sample in samples if sample.finish is not None]
@@ -190,6 +197,12 @@ class TorchEngine(EmbeddedVerbs):
                 cache_bytes=self.kv_cache_bytes,
                 bytes_per_token=self._shape.bytes_per_token,
             )
+
+
+def vocabulary_of(model: nn.Module, peers: Peers) -> int:
+    """Tokens of a model that peers hold together."""
+    rows = len(plain_model(model).get_input_embeddings().weight)
+    return rows if peers.part is None else rows * peers.count
 
 
 def _layout(running: list[tuple[Bank, int]], prefills: list[Prefill], num_running: int) -> AttentionLayout:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshloom.config.errors import UserError
-from meshloom.config.settings import LoraSettings, ModelSettings, OptimizerSettings
+from meshloom.config.settings import ModelSettings, OptimizerSettings
 from meshloom.train.attention import PackedAttention, use_layouts
 from meshloom.train.head import OutputHead, check_logits, decoder_of, plain_model
 from meshloom.train.load import add_lora, pick_dtype
@@ -53,7 +53,6 @@ def build_model(
         UserError: if the folder cannot be used, or the model cannot be cut so.
     """
     compute = pick_dtype(settings.dtype, mesh.device)
-    _refuse(settings.lora, mesh)
     # What is trained is float32 and rounded as it is gathered; what is not is as narrow as it computes.
     trains_all = optimizer is not None and settings.lora is None
     held = torch.promote_types(compute, torch.float32) if trains_all else compute
@@ -71,22 +70,12 @@ def build_model(
     if optimizer is None:
         module.requires_grad_(False)
     tied = keep_stage(plain, mesh) if mesh.size("pp") > 1 else []
-    cut = cut_layers(plain, mesh) if mesh.size("tp") > 1 else TensorCut()
+    cut = cut_layers(plain, mesh, within=module) if mesh.size("tp") > 1 else TensorCut()
     root = shard(module, mesh, compute=compute, reshard_after_forward=reshard_after_forward)
     fill(module, list(source_names(module)), folder, mesh)
     _rehearse(root, mesh, compute)
     kind = PipelineModel if mesh.size("pp") > 1 else MeshModel
     return kind(root, settings, bound, optimizer, mesh, compute=compute, cut=cut, tied=tied)
-
-
-def _refuse(lora: LoraSettings | None, mesh: TrainMesh) -> None:
-    if lora is not None and mesh.size("tp") > 1:
-        raise UserError(
-            "adapters cannot be cut by tensor parallelism",
-            where="model.lora",
-            why="an adapter's small matrices would have to be cut with the layer they are on",
-            fix="parallel.actor.tensor=1, or leave model.lora out",
-        )
 
 
 def _refuse_heads(model: PreTrainedModel, mesh: TrainMesh) -> None:

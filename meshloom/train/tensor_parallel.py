@@ -8,8 +8,10 @@ error.
 Columns of queries, keys, values and of the first matrices of an MLP are cut, and rows of what comes after: one sum of all
 ranks' results after attention and one after the MLP. Between them tokens do not need each other, and each rank has a piece of
 them (Korthikanti et al. 2022, arXiv:2205.05198): a sum leaves it its piece, and pieces are gathered before the next cut
-matrix. So what is outside of cut matrices sees some of the tokens, or, as norms of single heads, some of the heads: gradients
-of its weights are parts of a sum. Embedding and head are cut by the vocabulary where it divides evenly.
+matrix. Of an adapter ``B · A`` on a cut matrix the factor beside the cut is cut with it: rows of ``B`` where columns are,
+columns of ``A`` where rows are, and the sum is one of both. So what is outside of cut matrices sees some of the tokens, or, as
+norms of single heads, some of the heads: gradients of its weights are parts of a sum. Embedding and head are cut by the
+vocabulary where it divides evenly.
 """
 
 import copy
@@ -49,23 +51,23 @@ class TensorCut:
     cut: int = 0
 
 
-def cut_layers(model: PreTrainedModel, mesh: TrainMesh) -> TensorCut:
-    """Cut a model's layers over the axis ``tp``, in place.
+def cut_layers(model: PreTrainedModel, mesh: TrainMesh, *, within: nn.Module | None = None) -> TensorCut:
+    """Cut a model's layers over the axis ``tp``, in place, and adapters that are on them.
 
     Args:
         model: with weights, or with parameters that have no memory.
         mesh: with an axis ``tp``.
+        within: the wrapper that the model is in, whose names for parameters are used; default: it is in none.
 
     Raises:
         UserError: if the family has no plan, the plan fits no layer, or it cannot be followed.
     """
     decoder = decoder_of(model)
     cutter = _Cutter(model, mesh)
-    plan = decoder.config.get_text_config().base_model_tp_plan or {}
-    for name, module in list(decoder.named_modules()):
-        if (word := _word_for(name, plan)) is not None:
-            cutter.follow(decoder.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module, word)
+    for name, module, word in planned_modules(model):
+        cutter.follow(decoder.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module, word)
     if not cutter.found.cut:
+        plan = decoder.config.get_text_config().base_model_tp_plan
         raise UserError(
             f"tensor parallelism attaches to no layer of {type(model).__name__}",
             where="parallel.actor.tensor",
@@ -73,12 +75,16 @@ def cut_layers(model: PreTrainedModel, mesh: TrainMesh) -> TensorCut:
             fix="parallel.actor.tensor=1",
         )
     cutter.cut_vocabulary()
-    cutter.note_whole()
+    cutter.note_whole(within or model)
     return cutter.found
 
 
-def _word_for(name: str, plan: dict[str, str]) -> str | None:
-    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+def planned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, str]]:
+    """Modules of a model's decoder that its family's plan names, and what the plan says of each."""
+    decoder = decoder_of(model)
+    plan = decoder.config.get_text_config().base_model_tp_plan or {}
+    words = ((name, module, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))) for name, module in decoder.named_modules())
+    return [(name, module, word) for name, module, word in words if word is not None]
 
 
 class _Cutter:
@@ -101,11 +107,16 @@ class _Cutter:
         """
         if word == HEAD_NORM:
             return
-        if word == COLUMNS and isinstance(module, nn.Linear):
-            self._cut_columns(parent, name, module)
-        elif word == ROWS and isinstance(module, nn.Linear):
-            self._cut(module, "weight", 1)
-            module.forward = partial(_rows_forward, module, self.group)
+        layer, down, up = _with_adapter(module)
+        if word == COLUMNS and isinstance(layer, nn.Linear):
+            self._cut_columns(parent, name, [layer] if up is None else [layer, up])
+        elif word == ROWS and isinstance(layer, nn.Linear):
+            self._cut(layer, "weight", 1)
+            module.forward = partial(_rows_forward, module, layer, self.group)
+            if down is not None:
+                self._cut(down, "weight", 1)
+                for cut in (layer, down):
+                    cut.forward = partial(_products_forward, cut)
             self.found.cut += 1
         else:
             raise UserError(
@@ -114,19 +125,21 @@ class _Cutter:
                 fix="parallel.actor.tensor=1",
             )
 
-    def _cut_columns(self, parent: nn.Module, name: str, module: nn.Linear) -> None:
+    def _cut_columns(self, parent: nn.Module, name: str, modules: list[nn.Linear]) -> None:
+        """Cut a layer, and the last factor of its adapter."""
         self._enter(parent)
         self.found.cut += 1
-        if name in ("k_proj", "v_proj") and self.key_value_heads % self.ranks:
-            # Fewer heads than ranks: the matrix stays whole, and each rank computes the one head that its queries need.
-            width = module.out_features // self.key_value_heads
-            head = self.rank * self.key_value_heads // self.ranks
-            module.forward = partial(_some_columns_forward, module, slice(head * width, (head + 1) * width))
-            return
-        for leaf in ("weight", "bias"):
-            if getattr(module, leaf) is not None:
-                self._cut(module, leaf, 0)
-        module.forward = partial(_columns_forward, module)
+        for module in modules:
+            if name in ("k_proj", "v_proj") and self.key_value_heads % self.ranks:
+                # Fewer heads than ranks: the matrix stays whole, and each rank computes the one head that its queries need.
+                width = module.out_features // self.key_value_heads
+                head = self.rank * self.key_value_heads // self.ranks
+                module.forward = partial(_some_columns_forward, module, slice(head * width, (head + 1) * width))
+                continue
+            for leaf in ("weight", "bias"):
+                if getattr(module, leaf) is not None:
+                    self._cut(module, leaf, 0)
+            module.forward = partial(_columns_forward, module)
 
     def _enter(self, parent: nn.Module) -> None:
         """What a parent is given goes to all of its cut columns: one exchange of gradients for them together."""
@@ -140,6 +153,13 @@ class _Cutter:
         table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         # A stage of a pipeline may have either, or none.
         tables = [module for module in (table, head) if isinstance(module, nn.Embedding | nn.Linear)]
+        for module in (table, head):
+            if hasattr(module, "base_layer"):
+                raise UserError(
+                    "an adapter on the embedding or the head cannot be cut by the vocabulary",
+                    where="model.lora.target_modules",
+                    fix="all-linear, or parallel.actor.tensor=1",
+                )
         rows = {len(module.weight) for module in tables}
         if len(rows) != 1 or (size := rows.pop()) % self.ranks:
             if table in tables:
@@ -158,9 +178,9 @@ class _Cutter:
             head.forward = partial(_refused, head)
         self.found.vocabulary = part
 
-    def note_whole(self) -> None:
-        """Note what stays whole."""
-        for name, parameter in self.model.named_parameters():
+    def note_whole(self, named: nn.Module) -> None:
+        """Note what stays whole, by the names that a module has for it."""
+        for name, parameter in named.named_parameters():
             if not isinstance(parameter, DTensor):
                 self.found.whole[name] = id(parameter) not in self._tables
 
@@ -197,6 +217,18 @@ def _entered(group: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any])
     return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"], group, 1)}
 
 
+def _with_adapter(module: nn.Module) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
+    """A layer itself, and the two factors of its adapter, if it has one."""
+    if not hasattr(module, "base_layer"):
+        return module, None, None
+    return module.base_layer, module.lora_A["default"], module.lora_B["default"]
+
+
+def _products_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    """This rank's part of a sum, without the bias."""
+    return nn.functional.linear(x, local(module.weight))
+
+
 def _columns_forward(module: nn.Linear, x: Tensor) -> Tensor:
     return nn.functional.linear(x, local(module.weight), local(module.bias))
 
@@ -206,9 +238,11 @@ def _some_columns_forward(module: nn.Linear, columns: slice, x: Tensor) -> Tenso
     return nn.functional.linear(x, module.weight[columns], bias)
 
 
-def _rows_forward(module: nn.Linear, group: Any, x: Tensor) -> Tensor:
-    total = add_up_own(nn.functional.linear(x, local(module.weight)), group, 1)
-    return total if module.bias is None else total + module.bias
+def _rows_forward(module: nn.Module, layer: nn.Linear, group: Any, x: Tensor) -> Tensor:
+    """Of a layer, or of one in its adapter."""
+    parts = _products_forward(layer, x) if module is layer else type(module).forward(module, x)
+    total = add_up_own(parts, group, 1)
+    return total if layer.bias is None else total + layer.bias
 
 
 def _embedding_forward(table: nn.Embedding, part: VocabularyPart, ids: Tensor) -> Tensor:

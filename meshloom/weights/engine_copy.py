@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import UntypedStorage, nn
 
+from meshloom.rollout.peers import Alone, Peers
 from meshloom.train.shelves import own_storages
 from meshloom.weights.layouts import Box
 from meshloom.weights.shards import ModuleTaker, local_of
@@ -21,12 +22,19 @@ class EngineCopy:
     Args:
         module: that an engine samples with.
         held: of plain parameters that are a part of a tensor; see ``ModuleTaker``.
+        peers: devices that hold the model together.
 
     ``is_empty`` says that it has no memory, ``is_filled`` that its values came from the trainer since it had memory last.
     """
 
-    def __init__(self, module: nn.Module, held: Mapping[str, tuple[tuple[int, ...], Box]] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        held: Mapping[str, tuple[tuple[int, ...], Box]] | None = None,
+        peers: Peers | None = None,
+    ) -> None:
         self.module, self.taker = module, ModuleTaker(module, held)
+        self.peers: Peers = peers or Alone()
         self.is_filled = False
         self._away: list[tuple[UntypedStorage, int]] = []
 

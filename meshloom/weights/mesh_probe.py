@@ -15,8 +15,11 @@ from torch import nn
 
 from meshloom.config.errors import RunFault
 from meshloom.config.settings import ModelSettings
+from meshloom.rollout.peers import Alone, Peers
+from meshloom.rollout.torch_engine import vocabulary_of
 from meshloom.train.mesh_model import MeshModel
 from meshloom.train.model import MicrobatchBound, TrainedModel
+from meshloom.train.vocabulary import VocabularyPart
 from meshloom.weights.feed import gap_allowed
 from meshloom.weights.probe import TokenLogprobs, probe_ids, trainer_logprobs
 
@@ -38,9 +41,10 @@ class Asked:
     max_gap: float | None = None
 
     @classmethod
-    def of_module(cls, module: nn.Module) -> "Asked":
-        """A whole module, by its own layers."""
-        return cls(module_logprobs(module), len(module.get_input_embeddings().weight), module.dtype)
+    def of_module(cls, module: nn.Module, peers: Peers | None = None) -> "Asked":
+        """A module, by its own layers; ``peers``: devices that hold it together."""
+        peers = peers or Alone()
+        return cls(module_logprobs(module, peers.part), vocabulary_of(module, peers), module.dtype)
 
 
 class MeshProbe:
@@ -98,10 +102,12 @@ class MeshProbe:
         return found if self._trainer.mesh.answers else None
 
 
-def module_logprobs(module: nn.Module) -> TokenLogprobs:
-    """What a whole module gives, by its own layers."""
+def module_logprobs(module: nn.Module, part: VocabularyPart | None = None) -> TokenLogprobs:
+    """What a module gives, by its own layers; ``part``: of the vocabulary that its head has, if that is cut."""
     settings = ModelSettings(path="-", compile=False, gradient_checkpointing=False)
-    return trainer_logprobs(TrainedModel(module, settings, MicrobatchBound(4096), None))
+    model = TrainedModel(module, settings, MicrobatchBound(4096), None)
+    model.head.part = part
+    return trainer_logprobs(model)
 
 
 def _values(sequences: Sequence[Sequence[float]]) -> torch.Tensor:
