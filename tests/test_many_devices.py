@@ -29,6 +29,7 @@ from tests.lesson_runs import (
 )
 
 BRIEF = ("batch.steps=2", "checkpoint.every_steps=0", "validation.every_steps=0")
+TWO = ("cluster.devices_per_node=2",)
 SPLIT = ("placement.actor=[0]", "placement.reference=[0]", "placement.rollout=[1]")
 LAYOUTS = {
     "split": ("cluster.devices_per_node=2", *SPLIT),
@@ -184,10 +185,13 @@ def test_other_layouts_do_what_one_device_does(inputs: Path, alone: Path, tmp_pa
 
 @pytest.mark.slow
 def test_adapters_over_two_devices(inputs: Path, tmp_path: Path) -> None:
-    for name, more in (("alone", ()), ("two", ("cluster.devices_per_node=2",))):
+    """Sharded; and on layers that are cut, of which an engine that is cut too gets them merged."""
+    cut = ("parallel.actor.tensor=2", "parallel.rollout.tensor=2")
+    for name, more in (("alone", ()), ("two", TWO), ("cut", (*TWO, *cut))):
         settings = train_settings(inputs, tmp_path / name, *BRIEF, "model.lora={rank: 2}", *more)
         assert run_training(settings, resume=False) == 0
     assert_like(tmp_path / "alone", tmp_path / "two")
+    assert_like(tmp_path / "alone", tmp_path / "cut")
 
 
 @pytest.mark.slow
