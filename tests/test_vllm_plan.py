@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.config.errors import UserError
 from meshloom.plan import build_plan
 from meshloom.plan.carried_out import carried_out
 from meshloom.plan.model_folder import read_model_folder
