@@ -73,6 +73,13 @@ def _train(args: argparse.Namespace) -> int:
     return _train_here(args) if code is None else code
 
 
+def _sft(args: argparse.Namespace) -> int:
+    from meshloom.fabric.launch import attend_if_launched
+
+    code = attend_if_launched([sys.executable, "-m", "meshloom", *args.words])
+    return _run_sft(load_given(SftSettings, args.settings, resume=args.resume), args.resume) if code is None else code
+
+
 def _train_here(args: argparse.Namespace) -> int:
     if args.device_map is not None:
         args.settings = [*args.settings, f"placement.map={json.dumps(args.device_map)}"]
@@ -117,11 +124,15 @@ def _arranged(settings: TrainSettings) -> TrainSettings:
     return settings
 
 
-def _sft(args: argparse.Namespace) -> int:
-    return _run_sft(load_given(SftSettings, args.settings, resume=args.resume), args.resume)
-
-
 def _run_sft(settings: SftSettings, resume: bool) -> int:
+    from meshloom.fabric.cluster import with_launched_cluster
+    from meshloom.plan.sft_devices import layout_of_sft
+
+    settings = with_launched_cluster(settings)
+    if (layout := layout_of_sft(settings)) is not None:
+        from meshloom.loop.sft_devices import run_sft_over_devices
+
+        return run_sft_over_devices(settings, layout, resume=resume)
     from meshloom.train.ahead import CompileAhead
 
     with CompileAhead(settings) as ahead:

@@ -49,19 +49,24 @@ Nodes = Annotated[int, Field(ge=1, le=1_000_000)]
 DevicesOfNode = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 
 
-class ClusterSettings(Settings):
+class MachineSettings(Settings):
     """The machines of a run."""
 
     nodes: Nodes = 1
     """Machines."""
     devices_per_node: DevicesOfNode | None = None
     """Devices of each machine that the run may use. Default: one, unless ``placement``, ``parallel`` or more nodes ask for
-    several; then what this machine has, or, if it has none, as many as ``placement`` names."""
+    several; then what this machine has, or, if it has none, as many as ``placement`` names (one, where there is none)."""
     node_names: tuple[str, ...] = ()
     """Names of the machines, as host names; ``gpu[01-16]`` names sixteen. Default: node1, node2, …"""
     ray_address: str | None = None
     """Address of the Ray cluster of ``fabric=ray``. Default: what ``RAY_ADDRESS`` says, or a cluster on this machine that is
     started for the run."""
+
+
+class ClusterSettings(MachineSettings):
+    """The machines of a run, and what their devices are."""
+
     device: str | None = None
     """Kind of the devices, such as ``h200`` or ``a100-40gb``, by which the plan knows their memory and estimates time."""
     constants: Place | None = None
@@ -114,6 +119,13 @@ class RoleParallelSettings(Settings):
     """Stages that the layers are split into."""
     sequence: Count = 1
     """Devices that a sequence is split over (Ulysses, Jacobs et al. 2023, arXiv:2309.14509)."""
+
+
+class SftParallelSettings(Settings):
+    """How the model of a supervised run is cut."""
+
+    actor: RoleParallelSettings = RoleParallelSettings()
+    """The model that is trained."""
 
 
 class RolloutParallelSettings(Settings):

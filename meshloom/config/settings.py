@@ -15,10 +15,12 @@ from meshloom.config.base import Count, CountOrZero, Place, Places, Positive, Se
 from meshloom.config.cluster_settings import (
     ClusterSettings,
     Fabric,
+    MachineSettings,
     OffloadSettings,
     ParallelSettings,
     Placement,
     PlacementSettings,
+    SftParallelSettings,
 )
 from meshloom.config.code_settings import CodeSettings
 from meshloom.config.correction_settings import CorrectionSettings
@@ -263,6 +265,11 @@ class SftSettings(RunSettings):
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
+    fabric: Fabric = Fabric.AUTO
+    """How the processes of a run over several devices are started; ``auto`` follows from how this command was."""
+    cluster: MachineSettings = MachineSettings()
+    """The machines whose devices all train."""
+    parallel: SftParallelSettings = SftParallelSettings()
 
 
 class EvalSettings(RunSettings):

@@ -4,12 +4,16 @@ Owns: which of them it decides. Refuses to know: roles. Always holds: what the u
 found when the nodes are matched.
 """
 
-from meshloom.config.settings import TrainSettings
+from typing import TypeVar
+
+from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.fabric.launch import launched
 from meshloom.plan.faults import with_values
 
+S = TypeVar("S", TrainSettings, SftSettings)
 
-def with_launched_cluster(settings: TrainSettings) -> TrainSettings:
+
+def with_launched_cluster(settings: S) -> S:
     """The settings, with as many nodes and devices as a launcher has started, where they do not say.
 
     A device map names the nodes itself.
@@ -21,6 +25,7 @@ def with_launched_cluster(settings: TrainSettings) -> TrainSettings:
     if settings.cluster.devices_per_node is None and len(set(found.nodes)) == 1:
         values["cluster.devices_per_node"] = found.nodes[0]
     says_nodes = settings.provenance.of("cluster.nodes") != "default"
-    if not says_nodes and settings.placement.map is None:
+    mapped = isinstance(settings, TrainSettings) and settings.placement.map is not None
+    if not says_nodes and not mapped:
         values["cluster.nodes"] = len(found.nodes)
     return with_values(settings, values, found.kind) if values else settings

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from meshloom.config.errors import RunFault, UserError
-from meshloom.config.settings import KlPlace, TrainSettings
+from meshloom.config.settings import KlPlace, SftSettings, TrainSettings
 from meshloom.data.order import PromptOrder
 from meshloom.fabric.dispatch import GroupLayout
 from meshloom.fabric.groups import WorkerGroup
@@ -54,9 +54,10 @@ from meshloom.rollout.vllm_build import require_vllm
 from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
 
 _HOST = "meshloom.loop.worker_host:WorkerHost"
-_DATA_AXES = ("replicate", "fsdp")
+DATA_AXES = ("replicate", "fsdp")
 """Axes of a model's mesh over which samples are divided."""
-_BUILD_S, _MOVE_S, _ASK_S = 3600.0, 1800.0, 300.0
+BUILD_S, ASK_S = 3600.0, 300.0
+_MOVE_S = 1800.0
 
 
 def run_over_devices(carried: Carried, *, resume: bool) -> int:
@@ -86,8 +87,8 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
     if cut is not None:
         order.load(cut.values["order"])
     with ExitStack() as resources:
-        workers = resources.enter_context(_workers(settings, carried.layout))
-        told = workers.call("device_facts", phase="start", deadline_s=_ASK_S)
+        workers = resources.enter_context(start_workers(settings, carried.layout, _HOST))
+        told = workers.call("device_facts", phase="start", deadline_s=ASK_S)
         free = [facts.free_bytes for facts in told if facts.free_bytes is not None]
         plan, settings = finish_plan(settings, len(prompts), min(free, default=None))
         sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
@@ -107,7 +108,7 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
         session = resources.enter_context(
             open_run(settings, plan, checkpoint_bytes, told[0].described, resume=resume, cut=cut)
         )
-        resources.enter_context(_stopping_at_once(workers, session))
+        resources.enter_context(stopping_at_once(workers, session))
         tell_isolation(isolation, session.display.notice, session.folder.path)
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
@@ -135,8 +136,14 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
 
 
 @contextmanager
-def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
-    """The workers of a run, one a device; their logs are in the run folder, and leave with what ends it before it begins."""
+def start_workers(settings: TrainSettings | SftSettings, layout: Layout, host: str) -> Iterator[Workers]:
+    """The workers of a run, one a device; their logs are in the run folder, and leave with what ends it before it begins.
+
+    Args:
+        settings: of the run.
+        layout: of its roles.
+        host: class of the object in each worker, as ``module:name``.
+    """
     topology = layout.topology
     nodes = _nodes(settings, layout)
     run_dir = Path(settings.run_dir)
@@ -154,7 +161,7 @@ def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
                 ray_address=settings.cluster.ray_address,
                 named=bool(topology.names),
             ) as site,
-            Workers(_HOST, site=site, logs=logs, roles=roles) as workers,
+            Workers(host, site=site, logs=logs, roles=roles) as workers,
         ):
             yield workers
     except (UserError, KeyboardInterrupt) as error:
@@ -166,7 +173,7 @@ def _workers(settings: TrainSettings, layout: Layout) -> Iterator[Workers]:
         raise
 
 
-def _nodes(settings: TrainSettings, layout: Layout) -> list[PlannedNode]:
+def _nodes(settings: TrainSettings | SftSettings, layout: Layout) -> list[PlannedNode]:
     """What each worker of each node computes on.
 
     Raises:
@@ -202,7 +209,7 @@ def _background(settings: TrainSettings) -> Iterator[ThreadPoolExecutor]:
 
 
 @contextmanager
-def _stopping_at_once(workers: Workers, session: Session) -> Iterator[None]:
+def stopping_at_once(workers: Workers, session: Session) -> Iterator[None]:
     """Who asks twice waits neither for what workers do nor for a checkpoint that they have yet to write."""
     try:
         yield
@@ -255,8 +262,8 @@ class _Ranks:
             "checkpoint": None if checkpoint is None else checkpoint.absolute(),
             "updates": 0 if cut is None else cut.values["version"],
         }
-        self._workers.call("build", arguments, phase="start", deadline_s=_BUILD_S)
-        told = self.actor.group.call("facts", phase="start", deadline_s=_ASK_S)
+        self._workers.call("build", arguments, phase="start", deadline_s=BUILD_S)
+        told = self.actor.group.call("facts", phase="start", deadline_s=ASK_S)
         self._vocabulary = max(facts.vocabulary for facts in told)
         require_tokens(self._vocabulary, samples)
         return sum(facts.checkpoint_bytes for facts in told)
@@ -288,15 +295,25 @@ class _Ranks:
         return RemoteReference(group, Role.REFERENCE, self._sharing(self._reference, backward=False))
 
     def _group(self, found: RoleLayout) -> WorkerGroup:
-        ranks = GroupLayout.of_mesh(ranks_of(found), found.mesh.axes, _DATA_AXES)
+        ranks = GroupLayout.of_mesh(ranks_of(found), found.mesh.axes, DATA_AXES)
         return WorkerGroup(self._workers, ranks, WorkerHost)
 
     def _sharing(self, found: RoleLayout, *, backward: bool) -> Sharing:
-        """Ranks that split sequences hold a microbatch's tokens each."""
-        tokens = self._settings.batch.tokens_per_microbatch * found.mesh.size("sp")
-        try:
-            numbers = count_parameters(read_model_folder(Path(self._settings.model.path)).text_config)
-        except UnknownFamily:
-            return Sharing(tokens_per_microbatch=tokens)
-        cost = pass_cost(numbers, backward=backward)
-        return Sharing(tokens_per_microbatch=tokens, pair_cost=cost.per_pair / cost.per_token)
+        return sharing_of(self._settings, found, backward=backward)
+
+
+def sharing_of(settings: TrainSettings | SftSettings, found: RoleLayout, *, backward: bool) -> Sharing:
+    """How samples are shared out over a role's replicas. Ranks that split sequences hold a microbatch's tokens each.
+
+    Args:
+        settings: of the run.
+        found: the role on its devices.
+        backward: whether its passes are those of training.
+    """
+    tokens = settings.batch.tokens_per_microbatch * found.mesh.size("sp")
+    try:
+        numbers = count_parameters(read_model_folder(Path(settings.model.path)).text_config)
+    except UnknownFamily:
+        return Sharing(tokens_per_microbatch=tokens)
+    cost = pass_cost(numbers, backward=backward)
+    return Sharing(tokens_per_microbatch=tokens, pair_cost=cost.per_pair / cost.per_token)

@@ -68,11 +68,7 @@ class RemoteStage(RLStage):
 
     def snapshot(self) -> "RemoteSnapshot":
         """The actor as it is now, copied by each rank to its host's memory."""
-        files: dict[str, dict[str, Spec]] = {}
-        for told in self.actor_group.call("hold_snapshot", phase="save", deadline_s=_SAVE_DEADLINE_S):
-            for name, specs in told.items():
-                files.setdefault(name, {}).update(specs)
-        return RemoteSnapshot(self.actor_group, files, self.tokenizer)
+        return snapshot_of(self.actor_group, self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -107,6 +103,20 @@ class RemoteSnapshot:
         self.group.call("write_snapshot", {"folder": folder.absolute()}, phase="save", deadline_s=_SAVE_DEADLINE_S)
         while not all(self.group.call("snapshot_written", phase="save", deadline_s=_SAVE_DEADLINE_S)):
             time.sleep(_LOOK_S)
+
+
+def snapshot_of(group: WorkerGroup, tokenizer: PreTrainedTokenizerBase) -> RemoteSnapshot:
+    """A model as it is now, copied by each rank to its host's memory.
+
+    Args:
+        group: ranks of the model.
+        tokenizer: written beside it.
+    """
+    files: dict[str, dict[str, Spec]] = {}
+    for told in group.call("hold_snapshot", phase="save", deadline_s=_SAVE_DEADLINE_S):
+        for name, specs in told.items():
+            files.setdefault(name, {}).update(specs)
+    return RemoteSnapshot(group, files, tokenizer)
 
 
 class RemoteResidents:

@@ -23,7 +23,7 @@ from meshloom.loop.build import (
     set_end_tokens,
 )
 from meshloom.loop.control import due
-from meshloom.loop.session import Cut, Session, read_cut, set_random_states
+from meshloom.loop.session import Cut, Session, Snapshot, read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.samples import Samples
@@ -105,7 +105,11 @@ class SftProgram:
         """Everything that decides the future, as of now."""
         with self.session.clock.phase("save"):
             cut = Cut({"step": self.step, "order": self.order.state()}, {})
-            self.session.save(ModelSnapshot.take(self.model, self.tokenizer), cut, step=self.step, score=None)
+            self.session.save(self.snapshot(), cut, step=self.step, score=None)
+
+    def snapshot(self) -> Snapshot:
+        """The model as it is now."""
+        return ModelSnapshot.take(self.model, self.tokenizer)
 
 
 def run_sft(settings: SftSettings, *, resume: bool, ahead: CompileAhead | None = None) -> int:

@@ -46,6 +46,7 @@ from meshloom.plan.outlook import (
 from meshloom.plan.parameters import UnknownFamily
 from meshloom.plan.placement import devices_of_machine
 from meshloom.plan.recompute import choose_recompute
+from meshloom.plan.sft_devices import lay_out_sft, sft_memory
 from meshloom.plan.spread import ledger_over_devices
 from meshloom.plan.stays import stay_lines, stays
 
@@ -61,7 +62,8 @@ class Plan:
         warnings: what runs, but is likely not meant.
         steps: steps of the run; none if that needs the number of prompts and it is not known, and for an evaluation.
         recompute: whether layers are recomputed in the backward pass; false while that is open.
-        layout: the roles of a reinforcement-learning run on its devices; none for other runs.
+        layout: the roles of a reinforcement-learning run on its devices, or of a supervised one over several; none for
+            other runs.
         together: overrides that end all problems of devices together, where there are several.
         outlook: memory and time of each group of devices, as records; none where they were not counted.
     """
@@ -123,6 +125,8 @@ def build_plan(
         settings = with_device_kind(settings, device_memory)
         device_memory = settings.device_memory_bytes or device_memory
         settings, layout, together, over_devices, found = _lay_out(settings, folder, num_prompts)
+    elif isinstance(settings, SftSettings):
+        layout, over_devices, found = _lay_out_sft(settings, folder, num_prompts)
     else:
         found = check_settings(settings, num_prompts)
     check_engine_settings(found, settings)
@@ -180,6 +184,17 @@ def _lay_out(
     return laid_out.settings, laid_out.layout, together, lines, found
 
 
+def _lay_out_sft(
+    settings: SftSettings, folder: ModelFolder | None, num_rows: int | None
+) -> tuple[Layout | None, tuple[LedgerLine, ...], Findings]:
+    """The layout of a supervised run over several devices, the batch over them, and what is wrong so far."""
+    laid_out = lay_out_sft(settings, None if folder is None else Divisible.of(folder.text_config), devices_of_machine())
+    found = check_settings(settings, num_rows)
+    found.problems += laid_out.problems
+    several = laid_out.layout.topology.num_devices > 1
+    return laid_out.layout if several else None, laid_out.lines if several else (), found
+
+
 def _memory_and_time(
     found: Findings,
     settings: TrainSettings | SftSettings | EvalSettings,
@@ -191,6 +206,9 @@ def _memory_and_time(
     and where parts of models leave theirs, the ledgers are those of each; where these cannot be made, those of one device that
     holds everything stand for them."""
     recompute, by_phase = settings.model.gradient_checkpointing is True, False
+    if isinstance(settings, SftSettings) and layout is not None:
+        chosen, lines = sft_memory(found, settings, layout, folder, device_memory)
+        return lines, chosen, None
     moved: list[LedgerLine] = []
     if isinstance(settings, TrainSettings) and layout is not None:
         if layout.topology.num_devices > 1 and is_incomplete(settings, layout):

@@ -81,7 +81,7 @@ def lay_out(settings: TrainSettings, model: Divisible | None, machine: int) -> L
         faults += [] if _goes_with_actor(role, settings) else wrong
         if devices is None:
             continue
-        wrong = list(_cut_faults(role, devices, settings, topology, model))
+        wrong = list(cut_faults(role, devices, settings, topology, model))
         faults += wrong
         if not any(fault.code in ("G001", "G002", "G003") for fault in wrong):
             roles.append(role_layout(role, devices, degrees_of(settings, role)))
@@ -112,9 +112,18 @@ def role_layout(role: Role, devices: DeviceSet, degrees: Degrees) -> RoleLayout:
     return RoleLayout(role=role, devices=devices, mesh=model_mesh(devices, degrees), sequence_mesh=around)
 
 
-def _cut_faults(
+def cut_faults(
     role: Role, devices: DeviceSet, settings: TrainSettings, topology: Topology, model: Divisible | None
 ) -> Iterator[Fault]:
+    """Why a role's model cannot be cut as it is to be.
+
+    Args:
+        role: which.
+        devices: that it is on.
+        settings: of the run.
+        topology: of the devices.
+        model: of the run; none if it is not known.
+    """
     pool, given = Pool.of(devices, topology), degrees_of(settings, role)
     cut_model = None if role == Role.CRITIC else model
 

@@ -25,17 +25,19 @@ class RoleLayout:
         devices: in the order of their ranks.
         mesh: that cuts its model; for a reward model, replicas.
         sequence_mesh: the same devices with parts of sequences as an axis; none where sequences are not split.
+        busy: phases in which it is busy, if they are not those of the role in reinforcement learning.
     """
 
     role: Role
     devices: DeviceSet
     mesh: Mesh
     sequence_mesh: Mesh | None = None
+    busy: tuple[str, ...] = ()
 
     @property
     def phases(self) -> tuple[str, ...]:
         """Phases of a step in which it is busy."""
-        return PHASES[self.role]
+        return self.busy or PHASES[self.role]
 
     @property
     def replicas(self) -> int:

@@ -54,7 +54,7 @@ def ledger_over_devices(settings: TrainSettings, layout: Layout) -> tuple[Ledger
         if found.role == Role.ROLLOUT:
             lines += _rollout_lines(settings, found)
         elif found.role != Role.REWARD:
-            lines += _model_lines(settings, found)
+            lines += model_lines(settings, found)
     return tuple(lines)
 
 
@@ -83,7 +83,7 @@ def _rollout_lines(settings: TrainSettings, rollout: RoleLayout) -> list[LedgerL
     ]
 
 
-def _model_lines(settings: TrainSettings, found: RoleLayout) -> list[LedgerLine]:
+def model_lines(settings: TrainSettings, found: RoleLayout) -> list[LedgerLine]:
     """Samples and microbatches of a model that computes log-probs and, if it is trained, updates."""
     name, replicas = str(found.role), found.replicas
     cut, origin = " × ".join(f"parallel.{name}.{cut}" for cut in AXES), settings.provenance

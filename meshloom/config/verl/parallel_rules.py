@@ -115,7 +115,7 @@ def role_rules(sheet: Sheet, role: str, where: str) -> None:
     for cut in ("tensor", "pipeline", "sequence"):
         _cut(sheet, role, cut, getattr(names, cut), engine)
     for name in names.experts:
-        _experts(sheet, f"{prefix}.{name}")
+        expert_rule(sheet, f"{prefix}.{name}")
     _offload(sheet, role, names.block, where)
     for block in (block for block in BLOCKS if block != names.block):
         keys = [key for key in sheet.open() if key.startswith(f"{prefix}.{block}.")]
@@ -148,7 +148,8 @@ def _cut(sheet: Sheet, role: str, cut: str, name: str, engine: str) -> None:
     sheet.set(path, values[0] if values else 1, *keys)
 
 
-def _experts(sheet: Sheet, key: str) -> None:
+def expert_rule(sheet: Sheet, key: str) -> None:
+    """A number of devices that experts would be spread over: refused above one."""
     count = sheet.whole(key, 1)
     if count and count > 1:
         text = "experts are cut with their layers and not spread over devices (no expert parallelism)"

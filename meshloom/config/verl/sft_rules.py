@@ -5,7 +5,7 @@ Owns: their meaning here. Always holds: what changes which tokens are learned is
 
 from meshloom.config.verl.data_rules import model_rules
 from meshloom.config.verl.optimizer_rules import optimizer_rules
-from meshloom.config.verl.parallel_rules import ENGINES
+from meshloom.config.verl.parallel_rules import ENGINES, Names, expert_rule
 from meshloom.config.verl.sheet import Sheet
 from meshloom.config.verl.trainer_rules import known_steps, trainer_rules
 
@@ -112,14 +112,13 @@ def _batch(sheet: Sheet) -> None:
     sheet.ignore("microbatches are bounded in samples, as use_dynamic_bsz is false", tokens)
 
 
-_ONE_DEVICE = "fine-tuning uses one device here, which changes no number of the result"
+_ALL_DEVICES = "the weights are sharded over all devices; it changes no number of the result"
 
 
 def _devices(sheet: Sheet) -> None:
-    """Fine-tuning runs on one device; how verl would spread it only bounds memory."""
-    devices = (sheet.whole("trainer.nnodes") or 1) * (sheet.whole("trainer.n_gpus_per_node") or 1)
-    if devices > 1:
-        sheet.warn("trainer.n_gpus_per_node", f"{_ONE_DEVICE}: the {devices} devices would not all be used")
+    """Nodes and devices, and how the model is cut over them: the engine's own block, without the engine's name."""
+    sheet.set("cluster.nodes", sheet.whole("trainer.nnodes"), "trainer.nnodes")
+    sheet.set("cluster.devices_per_node", sheet.whole("trainer.n_gpus_per_node"), "trainer.n_gpus_per_node")
     engine = sheet.text("engine.strategy") or {"dp": "fsdp", "": "fsdp"}.get(sheet.text("engine"), sheet.text("engine"))
     if engine not in ENGINES:
         key = "engine.strategy" if sheet.has("engine.strategy") else "engine"
@@ -127,15 +126,26 @@ def _devices(sheet: Sheet) -> None:
     for key in ("engine.offload_policy", "engine.cpu_offload", "engine.param_offload", "engine.optimizer_offload"):
         if sheet.flag(key):
             sheet.warn(key, "fine-tuning keeps everything on its device; adapters or smaller microbatches need less")
+    _cuts(sheet, ENGINES.get(engine, ENGINES["fsdp"]))
     sizes = {
         getattr(names, cut).rpartition(".")[2] for names in ENGINES.values() for cut in _CUTS if getattr(names, cut)
     }
     experts = {name.rpartition(".")[2] for names in ENGINES.values() for name in names.experts}
     offload = ("offload_policy", "cpu_offload", "param_offload", "offload_params", "optimizer_offload", "grad_offload")
     names = (*sizes, *experts, *offload, "data_parallel_size", "data_parallel_replicate_size", "strategy")
-    sheet.ignore(_ONE_DEVICE, *(f"engine.{name}" for name in sorted(names)), "engine")
-    sheet.ignore(_ONE_DEVICE, "trainer.nnodes", "trainer.n_gpus_per_node")
-    sheet.ignore("the first GPU there is, or the processor", "trainer.device")
+    sheet.ignore(_ALL_DEVICES, *(f"engine.{name}" for name in sorted(names)), "engine")
+    sheet.ignore("the GPUs there are, or the processor", "trainer.device")
+
+
+def _cuts(sheet: Sheet, names: Names) -> None:
+    for cut in _CUTS:
+        if not (name := getattr(names, cut).rpartition(".")[2]):
+            continue
+        size, whole = sheet.whole(f"engine.{name}"), cut == "fsdp_size"
+        value = (size if size and size > 0 else None) if whole else size or 1
+        sheet.set(f"parallel.actor.{cut}", value, f"engine.{name}")
+    for name in names.experts:
+        expert_rule(sheet, f"engine.{name.rpartition('.')[2]}")
 
 
 def _no_validation(sheet: Sheet) -> None:

@@ -1,0 +1,42 @@
+"""What a worker process has of a supervised run: its part of the model that is trained.
+
+Owns: building it. Refuses to know: data, the loss, what comes after what. The verbs are those of ``loop.worker_host``.
+"""
+
+from pathlib import Path
+
+import torch
+
+from meshloom.config.settings import SftSettings
+from meshloom.fabric.verbs import verb
+from meshloom.loop.worker_host import WorkerHost
+from meshloom.plan.layout import Layout
+from meshloom.plan.placement import Role
+from meshloom.train.load import load_tokenizer
+
+
+class SftHost(WorkerHost):
+    """The model of one device. Arguments as of ``WorkerHost``."""
+
+    settings: SftSettings
+
+    @verb()
+    def build(self, settings: SftSettings, layout: Layout, checkpoint: Path | None, updates: int) -> None:
+        """Build the model over all ranks at once.
+
+        Args:
+            settings: of the run.
+            layout: of its model; ranks are numbers of devices.
+            checkpoint: that the run goes on from.
+            updates: made before.
+
+        Raises:
+            UserError: if the model cannot be loaded or cut.
+        """
+        self.settings, self.layout = settings, layout
+        torch.manual_seed(settings.seed)
+        self._tokenizer = load_tokenizer(settings.model.path)
+        mesh = self._mesh(Role.ACTOR)
+        if mesh is None:
+            raise RuntimeError(f"{self.seat} is not on the mesh of a run that trains on all devices")
+        self._models[Role.ACTOR] = self._build_actor(mesh, checkpoint, updates)
