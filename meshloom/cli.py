@@ -39,6 +39,7 @@ Reinforcement-learning post-training for language models.
   meshloom simulate RUN.yaml       the same loop on virtual devices: in turns, with a lag, on split devices
   meshloom train RUN.yaml [a.b=c]  reinforcement learning
   meshloom train RUN.yaml --resume go on from the newest checkpoint
+  meshloom rollout RUN.yaml --out DIR  samples alone; train --from-samples DIR trains on them
   meshloom train --verl -- COMMAND what a verl command says; plan takes it too
   meshloom launch --hostfile HOSTS RUN.yaml  train on several machines, over ssh
   meshloom sft RUN.yaml [a.b=c]    supervised fine-tuning
@@ -83,6 +84,8 @@ def _sft(args: argparse.Namespace) -> int:
 def _train_here(args: argparse.Namespace) -> int:
     if args.device_map is not None:
         args.settings = [*args.settings, f"placement.map={json.dumps(args.device_map)}"]
+    if args.from_samples is not None:
+        args.settings = [*args.settings, f"rollout.from_samples={json.dumps(args.from_samples)}"]
     if args.verl is None:
         return _run_training(load_given(TrainSettings, args.settings, resume=args.resume), args.resume)
     from meshloom.from_verl import settings_to_run
@@ -122,6 +125,22 @@ def _arranged(settings: TrainSettings) -> TrainSettings:
     if ranking is not None:
         print(as_text(lambda console: print_ranking(ranking, console)), end="")
     return settings
+
+
+def _rollout(args: argparse.Namespace) -> int:
+    from meshloom.fabric.launch import attend_if_launched
+
+    code = attend_if_launched([sys.executable, "-m", "meshloom", *args.words])
+    if code is not None:
+        return code
+    from meshloom.fabric.cluster import with_launched_cluster
+
+    settings = load_given(TrainSettings, [*args.settings, f"run_dir={json.dumps(args.out)}"])
+    if settings.rollout.from_samples is not None:
+        raise UserError("samples of a file are not generated", where="rollout.from_samples", fix="leave it out")
+    from meshloom.loop.train import run_training
+
+    return run_training(_arranged(with_launched_cluster(settings)), resume=False, only_rollout=True)
 
 
 def _run_sft(settings: SftSettings, resume: bool) -> int:
@@ -185,7 +204,14 @@ def _quickstart(args: argparse.Namespace) -> int:
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     settings_arguments(parser, kind="train", resume=True)
     parser.add_argument("--device-map", metavar="MAP.yaml", help="devices and parallelism of each role (placement.map)")
+    help_text = "train on the samples of this file or run folder, generate none (rollout.from_samples)"
+    parser.add_argument("--from-samples", metavar="FILE", help=help_text)
     verl_arguments(parser)
+
+
+def _rollout_arguments(parser: argparse.ArgumentParser) -> None:
+    settings_arguments(parser, kind="train", resume=False)
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write (run_dir)")
 
 
 def _sft_arguments(parser: argparse.ArgumentParser) -> None:
@@ -236,6 +262,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Run]]
     ),
     "plan": ("What a run comes to, and why it cannot work. Touches nothing.", plan_arguments, plan_command),
     "train": ("Train with reinforcement learning.", _train_arguments, _train),
+    "rollout": ("Generate and score samples, without training.", _rollout_arguments, _rollout),
     "launch": ("Train on the hosts of a file, over ssh.", launch_arguments, launch_command),
     "sft": ("Train on worked responses (supervised fine-tuning).", _sft_arguments, _sft),
     "eval": ("Measure a model's accuracy.", _eval_arguments, _eval),

@@ -40,7 +40,19 @@ def command(*args: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args) == 0
     out = capsys.readouterr().out
-    for name in ("train", "sft", "eval", "export", "fetch-model", "quickstart", "plan", "doctor", "schema", "report"):
+    for name in (
+        "train",
+        "sft",
+        "eval",
+        "rollout",
+        "export",
+        "fetch-model",
+        "quickstart",
+        "plan",
+        "doctor",
+        "schema",
+        "report",
+    ):
         assert f"meshloom {name} " in out
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from meshloom.config.base import Count, CountOrZero, NotNegative, Positive, Settings, Share
+from meshloom.config.base import Count, CountOrZero, NotNegative, Place, Positive, Settings, Share
 
 VLLM_TEMPERATURES = (0.01, 2.0)
 """Lowest and highest temperature at which vLLM samples as it is told, 0 apart."""
@@ -69,5 +69,8 @@ class RolloutSettings(Settings):
     can be used; on the processor a quarter of the free memory."""
     prefill_tokens: Count = 8192
     """Prompt tokens computed in one pass."""
+    from_samples: Place | None = None
+    """Train on the samples of this file (``samples.jsonl`` of a run or of ``meshloom rollout``), or run folder, instead of
+    generating."""
     deadline_s: Positive = 3600.0
     """Seconds a step's generation may take; unfinished samples are then dropped with their group and counted."""

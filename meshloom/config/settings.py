@@ -192,6 +192,9 @@ class LoggingSettings(Settings):
     """Project name for loggers that have projects."""
     samples_per_step: CountOrZero | None = None
     """Samples of each step written to samples.jsonl; none: all."""
+    sampler_logprobs: bool = False
+    """Write the sampler's log-prob of each token into samples.jsonl too, which ``rollout.from_samples`` needs to repeat a run
+    exactly."""
     table: bool | None = None
     """Live table on the terminal. Default: when it is a terminal."""
 

@@ -18,6 +18,7 @@ from meshloom.data.rows import Prompt
 from meshloom.loop.baseline import GreedySample, greedy_record, with_baseline
 from meshloom.loop.control import tried_twice
 from meshloom.loop.stage import Attempt, Collected, Draw
+from meshloom.loop.token_columns import token_columns
 from meshloom.observe.timing import PhaseClock
 from meshloom.plan.residency import Phase
 from meshloom.rewards.combined import Scorer, Scoring
@@ -232,8 +233,18 @@ def _column(parts: Sequence[Sequence[float] | np.ndarray], dtype: type) -> torch
     return torch.from_numpy(np.concatenate([np.asarray(part, dtype=dtype) for part in parts]))
 
 
-def sample_records(samples: Samples, prompts: Sequence[Prompt], *, step: int, kind: str) -> list[dict[str, Any]]:
-    """Samples as the run folder's records."""
+def sample_records(
+    samples: Samples, prompts: Sequence[Prompt], *, step: int, kind: str, exact: bool = False
+) -> list[dict[str, Any]]:
+    """Samples as the run folder's records.
+
+    Args:
+        samples: of a step.
+        prompts: all prompts of the source.
+        step: that the records name.
+        kind: of the records.
+        exact: with what a run needs that trains on them once more.
+    """
     records = []
     has_advantage = "advantage" in samples.rows
     failed = samples.meta.get("failed", [{}] * len(samples))
@@ -268,6 +279,7 @@ def sample_records(samples: Samples, prompts: Sequence[Prompt], *, step: int, ki
                 "parts": samples.meta["parts"][i],
                 **({"failed": failed[i]} if failed[i] else {}),
                 **({"remark": remarks[i]} if remarks[i] else {}),
+                **(token_columns(samples, i, own) if exact else {}),
             }
         )
     return records

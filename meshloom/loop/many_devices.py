@@ -30,14 +30,17 @@ from meshloom.loop.build import (
     load_prompts,
     open_run,
     require_tokens,
+    texts_decoder,
 )
-from meshloom.loop.control import ControlLoop, Schedule
+from meshloom.loop.control import ControlLoop
 from meshloom.loop.isolation import check_isolation, tell_isolation
 from meshloom.loop.model_role import RemoteModel, RemoteReference, Sharing
 from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteStage
+from meshloom.loop.replay import dump_samples, saved_jobs, schedule_of
 from meshloom.loop.replicas import RemoteEngine
 from meshloom.loop.rewarding import open_rewards
 from meshloom.loop.rl import Roles, standing
+from meshloom.loop.saved_samples import read_saved
 from meshloom.loop.session import Cut, Session, read_cut
 from meshloom.loop.worker_host import WorkerHost, ranks_of
 from meshloom.observe.loggers import check_loggers
@@ -60,12 +63,13 @@ BUILD_S, ASK_S = 3600.0, 300.0
 _MOVE_S = 1800.0
 
 
-def run_over_devices(carried: Carried, *, resume: bool) -> int:
+def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = False) -> int:
     """Train; the exit code: 0 done, 130 stopped and saved.
 
     Args:
         carried: the run.
         resume: go on from the newest checkpoint.
+        only_rollout: generate and score the prompts of all steps, and train on nothing.
 
     Raises:
         UserError: if the input is bad; nothing has been written then.
@@ -82,6 +86,10 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
     prompts, held_out, dropped = load_prompts(settings, tokenizer)
+    sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
+    saved = read_saved(settings, texts_decoder(tokenizer))
+    if saved is not None:
+        prompts, settings = saved.prompts, saved.with_steps(settings)
     build_plan(settings, len(prompts)).require()
     order = PromptOrder(len(prompts), settings.seed, settings.data.shuffle)
     if cut is not None:
@@ -91,11 +99,11 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
         told = workers.call("device_facts", phase="start", deadline_s=ASK_S)
         free = [facts.free_bytes for facts in told if facts.free_bytes is not None]
         plan, settings = finish_plan(settings, len(prompts), min(free, default=None))
-        sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
         isolation = check_isolation(settings.reward)
         pool = resources.enter_context(open_rewards(settings, sources, tokenizer, None))
+        samples = [prompt.ids for prompt in (*prompts, *held_out)] + ([] if saved is None else list(saved.ids()))
         roles = _Ranks(settings, plan.layout, workers)
-        checkpoint_bytes = roles.build(checkpoint, cut, [prompt.ids for prompt in (*prompts, *held_out)])
+        checkpoint_bytes = roles.build(checkpoint, cut, samples)
         engine = roles.engine()
         found = Roles(
             actor=roles.actor,
@@ -123,14 +131,16 @@ def run_over_devices(carried: Carried, *, resume: bool) -> int:
             actor_group=roles.actor.group,
             background=None if roles.takes_turns else resources.enter_context(_background(settings)),
         )
-        control = ControlLoop(Schedule.of(settings, plan.steps), stage, order)
+        if saved is not None:
+            stage.replay = saved_jobs(saved, settings, session.display.notice)
+        control = ControlLoop(schedule_of(settings, plan.steps), stage, order)
         if cut is not None:
             control.load(*standing(cut, settings))
             stage.load(cut)
         engine.load_weights(control.version)
         torch.manual_seed(settings.seed)
-        finished = control.run()
-        code = session.end(step=control.step, stopped=not finished)
+        finished = dump_samples(stage, order, plan.steps) if only_rollout else control.run()
+        code = session.end(step=stage.step, stopped=not finished)
         workers.ends_with(code)
         return code
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
 from meshloom.loop.model_role import COMPUTE_DEADLINE_S
-from meshloom.loop.rl import RLStage, TakenTurn, as_groups
-from meshloom.loop.stage import Attempt, Draw, Group
+from meshloom.loop.rl import RLStage, as_groups
+from meshloom.loop.stage import Attempt, Draw, Group, Job
 from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples
 from meshloom.train.shared_files import Spec, create
@@ -59,9 +59,9 @@ class RemoteStage(RLStage):
     actor_group: WorkerGroup | None = None
     background: ThreadPoolExecutor | None = None
 
-    def begin_rollout(self, draws: Sequence[Draw], version: int) -> "StartedJob | TakenTurn":
+    def begin_rollout(self, draws: Sequence[Draw], version: int) -> Job[Samples]:
         """A rollout of one group for each draw: it begins now if the engine has devices of its own."""
-        if self.background is None:
+        if self.background is None or self.replay is not None:
             return super().begin_rollout(draws, version)
         collect, deadline_s = self.roles.collector.attempt, self.settings.rollout.deadline_s
         return StartedJob(self, self.background.submit(collect, draws, deadline_s=deadline_s, clock=PhaseClock()))

@@ -23,7 +23,7 @@ from meshloom.loop.objective import PolicyObjective, reward_divergence, update_m
 from meshloom.loop.residents import Residents
 from meshloom.loop.session import Cut, Session, Snapshot
 from meshloom.loop.spread import ShortWatch, sifted_metrics, spread_of
-from meshloom.loop.stage import Attempt, Draw, Group, Progress, Spread, StepDone
+from meshloom.loop.stage import Attempt, Draw, Group, Job, Progress, Spread, StepDone
 from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
 from meshloom.plan.residency import Phase
@@ -103,6 +103,7 @@ class RLStage:
         residents: who is where in a phase.
         step: steps done.
         await_compiler: called before the trainer's first pass, at least.
+        replay: gives groups that a file has for some draws, instead of generating them.
     """
 
     settings: TrainSettings
@@ -113,6 +114,7 @@ class RLStage:
     residents: Residents
     step: int = 0
     await_compiler: Callable[[], None] = lambda: None
+    replay: Callable[[Sequence[Draw]], Job[Samples]] | None = None
 
     def __post_init__(self) -> None:
         self.spread = SpreadWatch(self.settings, self.session.display.notice)
@@ -128,9 +130,9 @@ class RLStage:
         """Have everything where a phase of the step that is on needs it."""
         self.residents.enter(phase, step=self.step + 1)
 
-    def begin_rollout(self, draws: Sequence[Draw], version: int) -> TakenTurn:
+    def begin_rollout(self, draws: Sequence[Draw], version: int) -> Job[Samples]:
         """A rollout of one group for each draw."""
-        return TakenTurn(self, draws)
+        return TakenTurn(self, draws) if self.replay is None else self.replay(draws)
 
     def judge(self, groups: Sequence[Group[Samples]]) -> Samples:
         """Log-probs where the algorithm needs them before the update, and advantages."""
@@ -140,13 +142,16 @@ class RLStage:
         check_rewards(batch, self.settings)
         self.spread.look(batch)
         algorithm, temperature = self.settings.algorithm, self.settings.rollout.sampling.temperature
-        if computes_old_logprobs(self.settings) or self.roles.reference is not None:
+        # A file need not say what the sampler thought; then the samples are taken to be the present policy's.
+        needs_old = computes_old_logprobs(self.settings) or "sampler_logprob" not in batch.tokens
+        if needs_old or self.roles.reference is not None:
             with self.session.clock.phase("log_prob"):
                 self.enter(Phase.LOGPROB)
-        if computes_old_logprobs(self.settings):
+        if needs_old:
             with self.session.clock.phase("log_prob"):
                 self.await_compiler()
-                batch = batch.with_tokens(old_logprob=self.roles.actor.forward(batch, temperature=temperature)[0])
+                old = self.roles.actor.forward(batch, temperature=temperature)[0]
+                batch = batch.with_tokens(old_logprob=old, sampler_logprob=batch.tokens.get("sampler_logprob", old))
         if self.roles.reference is not None:
             with self.session.clock.phase("reference"):
                 self.await_compiler()
@@ -225,7 +230,8 @@ class RLStage:
         count = self.settings.logging.samples_per_step
         shown = batch if count is None else batch.select(range(min(count, len(batch))))
         prompts, step = self.roles.collector.prompts, done.step
-        self.session.log_samples(lambda: sample_records(shown, prompts, step=step, kind="train"))
+        exact = self.settings.logging.sampler_logprobs
+        self.session.log_samples(lambda: sample_records(shown, prompts, step=step, kind="train", exact=exact))
 
     def validate(self, step: int) -> float | None:
         """The accuracy on held-out prompts, if there are any."""

@@ -23,13 +23,16 @@ from meshloom.loop.build import (
     load_prompts,
     open_session,
     require_vocabulary,
+    texts_decoder,
 )
-from meshloom.loop.control import ControlLoop, Schedule
+from meshloom.loop.control import ControlLoop
 from meshloom.loop.isolation import check_isolation, tell_isolation
+from meshloom.loop.replay import dump_samples, saved_jobs, schedule_of
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.reward_models import Models
 from meshloom.loop.rewarding import load_reward_models, open_rewards
 from meshloom.loop.rl import RLStage, Roles, standing
+from meshloom.loop.saved_samples import read_saved
 from meshloom.loop.session import read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
@@ -46,13 +49,16 @@ from meshloom.train.reference import Reference
 from meshloom.train.snapshot import restore
 
 
-def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead | None = None) -> int:
+def run_training(
+    settings: TrainSettings, *, resume: bool, ahead: CompileAhead | None = None, only_rollout: bool = False
+) -> int:
     """Train, on one device or over several; the exit code: 0 done, 130 stopped and saved.
 
     Args:
         settings: of the run.
         resume: go on from the newest checkpoint.
         ahead: compiles meanwhile what the first update needs.
+        only_rollout: generate and score the prompts of all steps, and train on nothing.
 
     Raises:
         UserError: if the input is bad; nothing has been written then.
@@ -63,7 +69,7 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
     if carried.is_spread:
         from meshloom.loop.many_devices import run_over_devices
 
-        return run_over_devices(carried, resume=resume)
+        return run_over_devices(carried, resume=resume, only_rollout=only_rollout)
     settings = carried.settings
     check_model_folder(settings.model.path)
     memory = free_memory(device := pick_device(settings.device))
@@ -76,18 +82,23 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
     prompts, held_out, dropped = load_prompts(settings, tokenizer)
+    sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
+    saved = read_saved(settings, texts_decoder(tokenizer))
+    if saved is not None:
+        prompts, settings = saved.prompts, saved.with_steps(settings)
     plan, settings = finish_plan(settings, len(prompts), memory)
     order = PromptOrder(len(prompts), settings.seed, settings.data.shuffle)
     if cut is not None:
         order.load(cut.values["order"])
     with ExitStack() as resources:
-        sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
         scorers = load_reward_models(settings, device)
         asked = None if scorers is None else Models(scorers.scores)
         isolation = check_isolation(settings.reward)
         pool = resources.enter_context(open_rewards(settings, sources, tokenizer, asked))
         roles = _build_roles(settings, pool, tokenizer, prompts, held_out, checkpoint)
         require_vocabulary(roles.actor, (prompt.ids for prompt in (*prompts, *held_out)))
+        if saved is not None:
+            require_vocabulary(roles.actor, saved.ids())
         roles.check()
         if cut is not None and checkpoint is not None:
             restore(roles.actor, checkpoint, updates=cut.values["version"])
@@ -104,7 +115,9 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
         stage = RLStage(settings, session, roles, tokenizer, plan.updates, residents)
         if ahead is not None:
             stage.await_compiler = ahead.wait
-        control = ControlLoop(Schedule.of(settings, plan.steps), stage, order)
+        if saved is not None:
+            stage.replay = saved_jobs(saved, settings, session.display.notice)
+        control = ControlLoop(schedule_of(settings, plan.steps), stage, order)
         if cut is not None:
             control.load(*standing(cut, settings))
             stage.load(cut)
@@ -114,8 +127,8 @@ def run_training(settings: TrainSettings, *, resume: bool, ahead: CompileAhead |
             residents.enter(Phase.SYNC, step=control.step, why="start")
             roles.engine.load_weights(control.version)
         set_random_states(cut, settings.seed)
-        finished = control.run()
-        return session.end(step=control.step, stopped=not finished)
+        finished = dump_samples(stage, order, plan.steps) if only_rollout else control.run()
+        return session.end(step=stage.step, stopped=not finished)
 
 
 def _build_roles(

@@ -51,7 +51,8 @@ def finished_lines(run_dir: Path, *, steps: int, first_step: int, seconds: float
     checkpoints = sorted((run_dir / CHECKPOINTS_FOLDER).glob("step-*"))
     places = {"report": run_dir / REPORT_FILE, "checkpoint": checkpoints[-1] if checkpoints else None}
     lines += [f"{label + ':':<11} {path}" for label, path in places.items() if path is not None and path.exists()]
-    return [*lines, f"{'next:':<11} meshloom export {_quoted(run_dir)} OUT"]
+    then = f"export {_quoted(run_dir)} OUT" if checkpoints else f"train RUN.yaml --from-samples {_quoted(run_dir)}"
+    return [*lines, f"{'next:':<11} meshloom {then}"]
 
 
 def has_records(run_dir: Path) -> bool:

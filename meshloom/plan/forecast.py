@@ -260,7 +260,7 @@ def phase_times(
     samples = batch.prompts_per_step * batch.samples_per_prompt
     work = lengths.work(samples, batch.samples_per_prompt)
     rollout = layout.role(Role.ROLLOUT)
-    if engine is not None and rollout is not None:
+    if engine is not None and rollout is not None and settings.rollout.from_samples is None:
         prompts = ceil_div(prompts_at_once(settings), rollout.replicas)
         requests = Requests(
             samples=prompts * samples_each(settings),

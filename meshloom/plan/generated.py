@@ -61,6 +61,10 @@ def in_rounds(phase: PhaseTime, settings: TrainSettings) -> PhaseTime:
 
 def generation_lines(settings: TrainSettings) -> Iterator[LedgerLine]:
     """What is generated beyond a step's own samples, for the batch ledger; nothing where nothing is."""
+    if settings.rollout.from_samples is not None:
+        formula = "nothing is generated: samples are read from rollout.from_samples"
+        yield _line("samples generated per step", 0, formula, "samples")
+        return
     if is_greedy(settings):
         formula = "prompts that are generated: a greedy sample of each is their baseline, scored and not trained on"
         yield _line("greedy samples of a prompt", 1, formula, "samples")

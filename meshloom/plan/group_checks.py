@@ -3,19 +3,24 @@
 Owns: these rules. Refuses to know: devices, models.
 
 Codes: A030 dynamic sampling of groups of one, A031 an estimator that learns from groups without spread too, A032 settings of
-dynamic sampling that nothing uses.
+dynamic sampling that nothing uses, A033 no file of samples.
 """
+
+from pathlib import Path
 
 from meshloom.config.group_settings import FilterGroupsSettings
 from meshloom.config.names import GROUP_ADVANTAGES
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.checks import Findings
 
-_PATH = "algorithm.filter_groups"
+_PATH, _SAVED = "algorithm.filter_groups", "rollout.from_samples"
 
 
 def check_groups(found: Findings, settings: TrainSettings) -> None:
     """Refuse what cannot work, warn of what is likely not meant."""
+    saved = settings.rollout.from_samples
+    if saved is not None and not Path(saved).exists():
+        found.refuse("A033", _SAVED, f"there is no file {saved}", fix="the samples.jsonl of a run, or its folder")
     given, advantage = settings.algorithm.filter_groups, settings.algorithm.advantage
     if not given.enabled:
         for name, field in FilterGroupsSettings.model_fields.items():

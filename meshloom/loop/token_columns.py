@@ -1,0 +1,37 @@
+"""What a record has of each token of a response beside its id, so that a run can train on it once more.
+
+Owns: its form. Always holds: a float32 comes back to the last bit from nine significant digits.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from meshloom.samples import Samples
+
+
+def token_columns(samples: Samples, sample: int, prompt_tokens: int) -> dict[str, Any]:
+    """Columns of a sample's response.
+
+    ``logprobs``: log-probability of each token where it was sampled. ``token_versions``: of the weights that sampled each,
+    where they differ. ``own``: stretches (from, to) of tokens that are the model's own, where not all are.
+    """
+    stop = int(samples.lengths[: sample + 1].sum())
+    start = stop - int(samples.lengths[sample]) + prompt_tokens
+    mask, versions = samples["mask"][start:stop], samples["version"][start:stop]
+    found: dict[str, Any] = {}
+    if "sampler_logprob" in samples.tokens:
+        found["logprobs"] = [float(f"{value:.9g}") for value in samples["sampler_logprob"][start:stop].tolist()]
+    if bool((versions != versions[0]).any()):
+        found["token_versions"] = versions.tolist()
+    if not bool(mask.all()):
+        found["own"] = _stretches(mask)
+    return found
+
+
+def _stretches(mask: torch.Tensor) -> list[tuple[int, int]]:
+    """Where a mask is true, as (from, to)."""
+    padded = torch.cat([mask.new_zeros(1), mask, mask.new_zeros(1)])
+    turns = (padded[1:] != padded[:-1]).nonzero().squeeze(1).tolist()
+    return list(pairwise(turns))[::2]
