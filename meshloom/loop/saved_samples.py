@@ -50,6 +50,7 @@ class SavedRecord(BaseModel):
     versions: list[int] = Field(default=[0, 0], min_length=2, max_length=2)
     parts: dict[str, float] = {}
     failed: dict[str, str] = {}
+    remark: str = ""
     logprobs: list[float] | None = None
     token_versions: list[int] | None = None
     own: list[tuple[int, int]] | None = None
@@ -269,6 +270,7 @@ def _samples(lines: Sequence[Line], place: int, number: int, *, with_logprobs: b
             "invalid": invalid,
             "parts": [r.parts for r in records],
             "failed": [r.failed for r in records],
+            "remark": [r.remark for r in records],
         },
     )
     greedy = next((line.record for line in lines if line.record.kind == "greedy"), None)
