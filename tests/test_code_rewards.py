@@ -2,20 +2,23 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshloom.config.code_settings import CodeSettings
 from meshloom.config.errors import UserError
-from meshloom.config.settings import RewardSettings
+from meshloom.config.settings import ComponentSettings, RewardSettings
+from meshloom.rewards.code.__main__ import main as judge_from_command
 from meshloom.rewards.code.compare import same_output, same_value
 from meshloom.rewards.code.extract import find_program
 from meshloom.rewards.code.judge import CodeJudge
 from meshloom.rewards.code.tests import read_tests
-from meshloom.rewards.function import choose_function
+from meshloom.rewards.combined import Component, Computed, combine
+from meshloom.rewards.function import choose_function, code_rewards
 from meshloom.rewards.isolation import require_isolation
-from meshloom.rewards.outcome import InvalidReason, RewardRequest
+from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
 from meshloom.rewards.pool import RewardPool
 from meshloom.rewards.verifiers import VERIFIERS
 
@@ -275,6 +278,7 @@ def test_names_the_tests_use_are_their_own_first(judge: CodeJudge) -> None:
         ({"test": "x = 1"}, "no assert"),
         ({"test": "import no_such_module\nassert f(1) == 1"}, "no_such_module"),
         ({"private_test_cases": "eJxyz"}, "not unpacked"),
+        (["assert f(lambda x: x)(1) == 1"], "cannot cross"),
     ],
 )
 def test_a_row_with_broken_tests_is_never_a_zero(judge: CodeJudge, answer: Any, words: str) -> None:
@@ -374,6 +378,33 @@ def test_rewards_come_through_the_pool_with_their_reasons() -> None:
     assert (wrong.value, wrong.detail) == (0.0, "wrong_answer: test 1: it printed '3\\n', not '2'")
     assert (broken.value, broken.reason) == (None, InvalidReason.RAISED)
     assert "no tests" in broken.detail
+
+
+def test_as_a_component_it_keeps_its_bounds_and_its_reasons() -> None:
+    """The settings of programs are the run's; a remark of a component is the sample's."""
+    part = ComponentSettings(function="code", deadline_s=50)
+    settings = RewardSettings(
+        components={"tests": part, "brief": ComponentSettings(function="length_penalty")}, code=SETTINGS
+    )
+    ((path, alone),) = code_rewards(settings).items()
+    assert path == "reward.components.tests"
+    assert choose_function(alone).kwargs["budget_s"] == 40
+    brief = Component(name="brief", scorer=Computed(lambda request: 0.5))
+    wrong = Reward(value=0.0, detail="wrong_answer: test 1", parts={"tests_passed": 0.0})
+    found = combine([(Component(name="tests", scorer=brief.scorer), wrong), (brief, Reward(value=0.5))])
+    assert (found.value, found.detail) == (0.5, "wrong_answer: test 1")
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_one_program_can_be_judged_from_the_command_line(
+    tmp_path: Path, passes: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text("print(sum(map(int, input().split())))")
+    (tmp_path / "tests.json").write_text(json.dumps({"inputs": ["3 4"], "outputs": ["7" if passes else "8"]}))
+    assert judge_from_command([str(tmp_path / "program.py"), str(tmp_path / "tests.json")]) == (0 if passes else 1)
+    first, second = capfd.readouterr().out.splitlines()
+    assert first.startswith("programs of the model run behind: ")
+    assert second == ("1  passed" if passes else "0  wrong_answer: test 1: it printed '7\\n', not '8'")
 
 
 def test_the_verifier_has_its_name() -> None:

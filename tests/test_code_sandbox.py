@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,13 @@ import psutil
 import pytest
 
 from meshloom.config.code_settings import CodeSettings, Isolation
+from meshloom.config.settings import RewardSettings
 from meshloom.rewards.code.judge import CodeJudge, Judgement
 from meshloom.rewards.code.tests import read_tests
 from meshloom.rewards.code.verdict import Verdict
 from meshloom.rewards.isolation import find_isolation
+from meshloom.rewards.outcome import RewardRequest
+from meshloom.rewards.pool import RewardPool
 from meshloom.rewards.sandbox.client import Sandbox, SandboxFault
 
 SETTINGS = CodeSettings(
@@ -350,3 +354,61 @@ def test_where_namespaces_are_not_permitted_the_rest_still_holds() -> None:
         assert judged(judge, DAEMON.replace("SLEEP", SLEEP)).passed == 1
         assert left_over() == []
         assert judged(judge, "print('right')").passed == 1
+
+
+def test_a_user_of_its_own_holds_where_namespaces_are_not_permitted() -> None:
+    """As in a container without rights over namespaces: the kernel then counts and kills by user."""
+    python = "/usr/bin/python3"
+    asked = subprocess.run(
+        [python, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True, text=True
+    )
+    if os.getuid() != 0 or asked.stdout.strip() != "True":
+        pytest.skip("needs root, and an interpreter that all users can read")
+    settings = SETTINGS.model_copy(update={"python": python})
+    achieved = find_isolation(settings, ("namespaces",)).achieved
+    assert achieved >= {Isolation.NETWORK, Isolation.PROCESSES, Isolation.PROCESS_COUNT, Isolation.USER}
+    with CodeJudge(settings, BUDGET_S, ("namespaces",)) as judge:
+        for name in ("a bomb of forks", "many files that fill the disk", "killing its parent", "killing everyone"):
+            assert judged(judge, MISDEEDS[name][0].replace("SLEEP", SLEEP)).passed == 0, name
+            assert left_over() == []
+        assert judged(judge, DAEMON.replace("SLEEP", SLEEP)).passed == 1
+        assert left_over() == []
+    assert not list(Path(tempfile.gettempdir()).glob(f"meshloom-code-{judge.sandbox.pid}-*"))
+
+
+MIXED = {
+    "print('right')": 1.0,
+    "print('wrong')": 0.0,
+    "1/0": 0.0,
+    "x = bytearray(10**10)": 0.0,
+    "import os\nfor _ in range(100):\n os.write(1, b'x' * 10**6)": 0.0,
+    "import os\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)": 0.0,
+    "while True: pass": 0.0,
+    BOMB.replace("SLEEP", SLEEP): 0.0,
+    DAEMON.replace("SLEEP", SLEEP): 1.0,
+    "open('x', 'wb').write(b'a' * 10**8)": 0.0,
+}
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_programs_side_by_side_cost_themselves_only(count: int) -> None:
+    """Right, wrong and hostile ones, in a pool of four workers: each gets its reward and its reason; nothing is left."""
+    before = {process.pid for process in psutil.process_iter()}
+    code = SETTINGS.model_copy(update={"cpu_s": 0.5, "wall_s": 60.0})
+    programs = [list(MIXED)[i % len(MIXED)] for i in range(count)]
+    tests = [{"stdin": "", "stdout": "right"}]
+    requests = [
+        RewardRequest(
+            response=f"```python\n{one}\n```", answer=tests, data_source="d", extra={}, prompt="", finish="stop"
+        )
+        for one in programs
+    ]
+    with RewardPool(RewardSettings(function="code", code=code, workers=4, deadline_s=300)) as pool:
+        rewards = pool.score(requests)
+    assert [reward.value for reward in rewards] == [MIXED[one] for one in programs]
+    assert all(reward.detail for reward in rewards)
+    assert left_over() == []
+    started = [
+        p for p in psutil.process_iter() if p.pid not in before and os.getpid() in {one.pid for one in p.parents()}
+    ]
+    assert started == []

@@ -217,6 +217,7 @@ def test_the_environment_says_where_offloaded_bytes_go(
         ("openai/gsm8k", "regex", "1,000 is not 1000"),
         ("lighteval/MATH", "math_verify", "math_verify judges"),
         ("searchR1_nq", None, "name a function"),
+        ("codecontests", None, "set reward.function=code reward.code.enabled=true in front of --"),
     ],
 )
 def test_without_a_function_the_rows_say_how_verl_would_score(

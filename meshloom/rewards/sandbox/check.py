@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from meshloom.rewards.sandbox.remote import Program
+from meshloom.rewards.sandbox.remote import CannotCross, Program
 
 _DETAIL_CHARACTERS = 300
 _USUAL = {"np": "numpy", "pd": "pandas"}
@@ -134,6 +134,9 @@ class _Run:
         code = compile(ast.Module([statement], []), "tests.py", "exec", dont_inherit=True)
         try:
             exec(code, self._names)
+        except CannotCross as error:
+            self.fault = str(error)
+            return self.fault
         except AssertionError as error:
             return f"{ast.unparse(statement)[:200]}{f': {error}' if str(error) else ''}"
         except BaseException as error:  # the tests' own, or the program's: the test has failed

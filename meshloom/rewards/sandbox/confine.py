@@ -26,7 +26,7 @@ _STAGE = "/sys"
 """Where the new root is put together: a folder that each system has and none needs for this."""
 _STACK_BYTES = 64 * 2**20
 _SERVER_PROCESSES = 2
-"""Processes of the sandbox itself that count for the program's user: its supervisor and that one's parent."""
+"""Processes of the sandbox itself that count for the user in its namespace: the supervisor and that one's parent."""
 
 
 def readable_paths() -> list[str]:
@@ -98,12 +98,12 @@ def own_folder(limits: Limits) -> None:
     os.chdir(FOLDER)
 
 
-def set_limits(limits: Limits, *, alone: bool) -> None:
+def set_limits(limits: Limits, means: Means) -> None:
     """Bounds that the kernel keeps for each process.
 
     Args:
         limits: the program's.
-        alone: whether its user runs nothing else, so that processes can be counted by user.
+        means: whether its user runs nothing else, so that the kernel can count processes by user.
     """
     cpu_s = int(limits.cpu_s) + 2  # the supervisor is more exact; this holds without it
     bounds = {
@@ -114,8 +114,10 @@ def set_limits(limits: Limits, *, alone: bool) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 2**16,
     }
-    if alone:
+    if means.namespaces:
         bounds[resource.RLIMIT_NPROC] = limits.processes + _SERVER_PROCESSES
+    elif means.own_user is not None:
+        bounds[resource.RLIMIT_NPROC] = limits.processes
     for name, value in bounds.items():
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -8,6 +8,7 @@ import ctypes
 import os
 import platform
 import struct
+from functools import cache
 
 NEW_USER, NEW_PID, NEW_NET = 0x10000000, 0x20000000, 0x40000000
 NEW_IPC, NEW_UTS, NEW_MOUNTS = 0x08000000, 0x04000000, 0x00020000
@@ -25,6 +26,7 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _MACHINE = platform.machine()
 
 
+@cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 

@@ -22,6 +22,10 @@ class ProgramGone(Exception):
     """The program's process has ended, or does not speak as it should."""
 
 
+class CannotCross(Exception):
+    """The tests pass something that no message can hold: the tests do not fit, whatever the program is."""
+
+
 class RemoteError(Exception):
     """An exception of the program whose class the tests do not know."""
 
@@ -205,7 +209,7 @@ class Program:
     def _number(self, value: Any) -> dict[str, int]:
         if isinstance(value, Remote):
             return {"h": value._number}
-        raise TypeError(f"the tests pass a {type(value).__name__}, which cannot cross to the program")
+        raise CannotCross(f"the tests pass a {type(value).__name__}, which cannot cross to the program")
 
 
 def _take_over(before: Any, after: list[Any]) -> None:

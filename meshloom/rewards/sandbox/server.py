@@ -59,6 +59,8 @@ def serve(descriptor: int, without: Collection[str] = ()) -> None:
     means = _prepare(without)
     kernel.die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    if means.filter:
+        filter_program()  # made once, not in each child
     gc.collect()
     gc.freeze()
     gc.disable()

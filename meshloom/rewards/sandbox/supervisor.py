@@ -135,7 +135,7 @@ def _shut_in(files: Descriptors, limits: Limits, means: Means, report: int, fold
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(HOME=folder, TMPDIR=folder)
-    confine.set_limits(limits, alone=means.namespaces or means.own_user is not None)
+    confine.set_limits(limits, means)
     confine.give_up_rights(means, folder)
     gc.enable()
     return task, report

@@ -6,6 +6,7 @@ of another architecture ends the process; a denied call fails with an error and 
 
 import platform
 import struct
+from functools import cache
 
 NETWORK_ERRNO, DENIED_ERRNO, UNKNOWN_ERRNO = 101, 1, 38
 """ENETUNREACH for sockets, EPERM for what is denied, ENOSYS where the C library then takes an older call."""
@@ -81,6 +82,7 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 
+@cache
 def filter_program(signals_only_to: int | None = None) -> bytes:
     """The BPF program for this machine.
 
