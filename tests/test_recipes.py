@@ -15,6 +15,7 @@ from meshloom.config.settings import AlgorithmSettings, EvalSettings, TrainSetti
 from meshloom.config.verl import translate
 from meshloom.from_verl import settings_of
 from meshloom.plan.algorithm import algorithm_lines
+from meshloom.plan.checks import check_settings
 
 REQUIRED = ["run_dir=r", "model.path=m", "data.train.files=[a.jsonl]"]
 
@@ -44,11 +45,9 @@ def test_every_name_has_a_recipe_of_settings_that_are_there() -> None:
 @pytest.mark.parametrize("name", list(Recipe))
 def test_a_recipe_is_its_choices_and_reads_back_equal(name: Recipe, tmp_path: Path) -> None:
     settings = load(f"algorithm={name}")
-    one_by_one = [
-        f"{path}={json.dumps(choice)}" for path, choice in RECIPES[name].items() if not isinstance(choice, Same)
-    ]
-    same = [f"{path}=512" for path, choice in RECIPES[name].items() if isinstance(choice, Same)]
-    assert settings == load(f"algorithm.recipe={name}", *one_by_one, *same)
+    choices = {path: c.of(512) if isinstance(c, Same) else c for path, c in RECIPES[name].items()}
+    one_by_one = [f"{path}={json.dumps(choice)}" for path, choice in choices.items()]
+    assert settings == load(f"algorithm.recipe={name}", *one_by_one)
     again = load_settings(TrainSettings, written(tmp_path, dump_yaml(settings)), [])
     assert again == settings
     assert settings.algorithm.advantage in [*Advantage, "gae"]
@@ -73,6 +72,30 @@ def test_a_recipe_may_take_the_value_of_another_setting(tmp_path: Path) -> None:
     settings = load(file=written(tmp_path, text))
     assert settings.algorithm.reduction_constant == 77
     assert origins(settings)["algorithm.reduction_constant"] == "recipe dr_grpo: rollout.max_response_tokens"
+
+
+def test_dapo_is_whole_and_each_part_can_be_left_out(tmp_path: Path) -> None:
+    """Clip-higher, the mean over tokens, dynamic sampling and the penalty for overlong responses."""
+    settings = load("algorithm=dapo", "rollout.max_response_tokens=20480")
+    algorithm, overlong = settings.algorithm, settings.reward.overlong
+    assert overlong is not None
+    assert (overlong.buffer_tokens, overlong.factor) == (4096, 1.0)
+    assert origins(settings)["reward.overlong.buffer_tokens"] == "recipe dapo: rollout.max_response_tokens"
+    assert (algorithm.clip_high, algorithm.reduction, algorithm.filter_groups.enabled) == (0.28, "token-mean", True)
+    parts = load("algorithm=dapo", "reward.overlong=null", "algorithm.filter_groups.enabled=false")
+    assert (parts.reward.overlong, parts.algorithm.filter_groups.enabled) == (None, False)
+    file = written(tmp_path, "reward: {overlong: {buffer_tokens: 9}}\n")
+    for name in ("dapo", "gspo"):
+        kept = load(f"algorithm={name}", file=file).reward.overlong
+        assert kept is not None and kept.buffer_tokens == 9
+
+
+@pytest.mark.parametrize("name", list(Recipe))
+def test_the_plan_has_nothing_against_a_recipe(name: Recipe) -> None:
+    found = check_settings(load(f"algorithm={name}", "reward.function=exact_match"), None)
+    told = {problem.code for problem in (*found.problems, *found.warnings) if problem.code.startswith("A")}
+    has_estimator = RECIPES[name]["algorithm.advantage"] in list(Advantage)
+    assert told == (set() if has_estimator else {"A002"})
 
 
 @pytest.mark.parametrize(
@@ -126,7 +149,8 @@ def test_no_recipe_is_the_defaults_and_an_evaluation_has_none(tmp_path: Path) ->
 
 def test_a_run_may_be_resumed_with_its_choices_under_another_name() -> None:
     dapo = load("algorithm=dapo")
-    by_hand = load(*[f"{path}={json.dumps(choice)}" for path, choice in RECIPES[Recipe.DAPO].items()])
+    choices = {path: c.of(512) if isinstance(c, Same) else c for path, c in RECIPES[Recipe.DAPO].items()}
+    by_hand = load(*[f"{path}={json.dumps(choice)}" for path, choice in choices.items()])
     assert contradictions(dapo, by_hand) == []
     assert contradictions(dapo, load("algorithm=gspo")) != []
 

@@ -5,7 +5,7 @@ whole batch, in float64; advantages are 0 outside the mask and at samples withou
 mean; a group of one has nothing to compare with, so its baseline is 0; a reward that stands on a token that is not the
 model's belongs to the model's token before it, so a reward at a tool's answer is not lost.
 
-A new estimator is one function of a ``Batch`` under ``@advantage("name")``.
+A new estimator is one function of a ``Batch`` under ``@advantage("name")``, or in a file of the user's own.
 
 Legend: T tokens of all samples end to end, S samples, M the model's own tokens of valid samples end to end.
 """
@@ -179,7 +179,17 @@ class AdvantageEstimator:
         )
 
 
-ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator", "algorithm.advantage")
+def _own(name: str, function: Callable[[Batch], Tensor | tuple[Tensor, Tensor | None]]) -> AdvantageEstimator:
+    """An estimator of the user's own: it gives advantages_M, or these and returns_M."""
+
+    def estimate(batch: Batch) -> tuple[Tensor, Tensor | None]:
+        found = function(batch)
+        return (found, None) if isinstance(found, Tensor) else found
+
+    return AdvantageEstimator(name=name, function=estimate, needs_values=False, needs_greedy=False)
+
+
+ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator", "algorithm.advantage", _own)
 
 
 def advantage(name: str, *, needs_values: bool = False, needs_greedy: bool = False) -> Callable[[Function], Function]:

@@ -28,7 +28,18 @@ from meshloom.algorithms.registry import Registry
 KlEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprob_T, reference_logprob_T, mask_T bool) -> kl_T, all [T]; differentiable in ``logprob_T``."""
 
-KL_ESTIMATORS: Registry[KlEstimator] = Registry("KL estimator", "algorithm.kl_estimator")
+
+def _own(name: str, function: KlEstimator) -> KlEstimator:
+    """An estimator of the user's own: what stands outside the mask does not reach it, nor counts what it gives there."""
+
+    def estimate(logprob_T: Tensor, reference_logprob_T: Tensor, mask_T: Tensor) -> Tensor:
+        clean_T, reference_T = (torch.where(mask_T, x, 0.0) for x in (logprob_T, reference_logprob_T.detach()))
+        return torch.where(mask_T, function(clean_T, reference_T, mask_T), 0.0)
+
+    return estimate
+
+
+KL_ESTIMATORS: Registry[KlEstimator] = Registry("KL estimator", "algorithm.kl_estimator", _own)
 
 
 def _k1(delta_T: Tensor) -> Tensor:

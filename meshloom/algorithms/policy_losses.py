@@ -4,7 +4,8 @@ Owns: the losses by name and what is counted about them. Refuses to know: models
 sums and divides. Always holds: a token outside the mask has no loss, no gradient and no influence, whatever stands there;
 correction weights multiply the loss; statistics are sums that add over microbatches and ranks.
 
-A new loss is one function of ``PolicyInputs`` and ``PolicySettings`` under ``@policy_loss("name")``.
+A new loss is one function of ``PolicyInputs`` and ``PolicySettings`` under ``@policy_loss("name")``, or in a file of the user's
+own.
 
 With ρ = π/π_old, A the advantage, ε_lo and ε_hi the clip settings, and sg "no gradient".
 
@@ -157,7 +158,20 @@ class PolicyLoss:
         return PolicyOutputs(per_token_T=torch.where(mask_T, tokens.loss_T, 0.0), stats=stats)
 
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "algorithm.policy_loss")
+def _own(name: str, function: Callable[[PolicyInputs, PolicySettings], Tensor | TokenLosses]) -> PolicyLoss:
+    """A loss of the user's own: it gives the loss of each token, or ``TokenLosses``. Correction weights are put on it here."""
+
+    def compute(inputs: PolicyInputs, settings: PolicySettings) -> TokenLosses:
+        found = function(replace(inputs, correction_weights_T=None), settings)
+        if isinstance(found, Tensor):
+            never = torch.zeros_like(inputs.mask_T)
+            found = TokenLosses(loss_T=found, ratio_T=_log_ratio(inputs).exp(), clipped_T=never)
+        return replace(found, loss_T=_weighted(found.loss_T, inputs))
+
+    return PolicyLoss(name=name, function=compute, reduction=None)
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "algorithm.policy_loss", _own)
 
 
 def policy_loss(name: str, *, reduction: str | None = None) -> Callable[[Function], Function]:

@@ -5,10 +5,12 @@ error that lists the known ones.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
+from meshloom.algorithms.own import load_own
 from meshloom.config.errors import UserError
+from meshloom.config.own import OwnName
 
 T = TypeVar("T")
 
@@ -19,10 +21,11 @@ class Registry(Mapping[str, T], Generic[T]):
     Args:
         kind: what its entries are, for messages, such as ``policy loss``.
         setting: the setting that names an entry, for messages, such as ``algorithm.policy_loss``.
+        wrap: makes an entry of a name ``file.py:function`` and that function.
     """
 
-    def __init__(self, kind: str, setting: str) -> None:
-        self.kind, self.setting = kind, setting
+    def __init__(self, kind: str, setting: str, wrap: Callable[[str, Callable[..., Any]], T]) -> None:
+        self.kind, self.setting, self._wrap = kind, setting, wrap
         self._entries: dict[str, T] = {}
 
     def add(self, name: str, entry: T) -> T:
@@ -37,11 +40,13 @@ class Registry(Mapping[str, T], Generic[T]):
         return entry
 
     def find(self, name: str) -> T:
-        """The entry called ``name``.
+        """The entry called ``name``, or one of a function of the user's own.
 
         Raises:
-            UserError: if there is none; it says the nearest name and all names.
+            UserError: if there is none; it says the nearest name and all names. As ``own.load_own``.
         """
+        if OwnName.of(name) is not None:
+            return self._wrap(name, load_own(name, self.setting))
         if name in self._entries:
             return self._entries[name]
         near = difflib.get_close_matches(name, self._entries, n=1)

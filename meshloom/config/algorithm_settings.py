@@ -29,7 +29,7 @@ class AlgorithmSettings(Settings):
     recipe: Recipe | None = None
     """A named algorithm: it chooses what is not given here. ``algorithm: dapo`` is short for this."""
     advantage: str = "grpo"
-    """Advantage estimator, by name (``meshloom.algorithms.ADVANTAGES``)."""
+    """Advantage estimator, by name (``meshloom.algorithms.ADVANTAGES``), or ``file.py:function``."""
     normalize_by_std: bool = True
     """Divide by the group's standard deviation where the estimator knows it; false is Dr. GRPO."""
     gamma: Share = 1.0
@@ -37,7 +37,7 @@ class AlgorithmSettings(Settings):
     lam: Share = 1.0
     """Decay λ of ``gae`` per token of the model: 1 trusts the rewards, 0 the critic."""
     policy_loss: str = "ppo"
-    """Policy loss, by name (``meshloom.algorithms.POLICY_LOSSES``)."""
+    """Policy loss, by name (``meshloom.algorithms.POLICY_LOSSES``), or ``file.py:function``."""
     reduction: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
@@ -60,7 +60,7 @@ class AlgorithmSettings(Settings):
     kl: KlPlace = KlPlace.NONE
     """``loss``: a term of the loss; ``reward``: subtracted from token rewards; ``none``: the reference is not used."""
     kl_estimator: str = "k3"
-    """Estimator of the divergence: k1, abs, k2, k3, or one with ``+`` for k2's gradient."""
+    """Estimator of the divergence: k1, abs, k2, k3, or one with ``+`` for k2's gradient, or ``file.py:function``."""
     kl_coefficient: NotNegative = 0.001
     """Weight of the divergence; where it adapts, the first."""
     kl_control: Literal["fixed", "adaptive"] = "fixed"

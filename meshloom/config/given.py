@@ -148,10 +148,10 @@ class Given:
         *groups, last = choice.path.split(".")
         given = self._group(tuple(groups)) or {}
         if last in given:
-            return given[last]
+            return choice.of(given[last])
         for name in groups:
             kind = kind.model_fields[name].annotation
-        return kind.model_fields[last].default
+        return choice.of(kind.model_fields[last].default)
 
     def _bad_override(self, origin: str, why: str, fix: str) -> None:
         self.problems.append(Problem(code="Y004", what="this override cannot be read", where=origin, why=why, fix=fix))

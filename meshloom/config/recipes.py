@@ -16,9 +16,14 @@ from meshloom.config.names import Recipe
 
 @dataclass(frozen=True)
 class Same:
-    """The value of another setting."""
+    """The value of another setting, or a share of it, rounded down to a whole number of at least 1."""
 
     path: str
+    share: float | None = None
+
+    def of(self, value: float) -> float:
+        """What a value of the setting comes to."""
+        return value if self.share is None else max(1, int(value * self.share))
 
 
 _TOKENS = {"algorithm.reduction": "token-mean"}
@@ -50,12 +55,13 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     Recipe.GRPO: {**_choices("grpo"), **_SAMPLES, **_kl("loss", "k3", 0.04)},
     # Liu et al. 2025, arXiv:2503.20783: neither the deviation nor the length divides.
     Recipe.DR_GRPO: {**_choices("grpo"), "algorithm.normalize_by_std": False, **_CONSTANT},
-    # Yu et al. 2025, arXiv:2503.14476.
+    # Yu et al. 2025, arXiv:2503.14476: the penalty begins at four fifths of the longest response.
     Recipe.DAPO: {
         **_choices("grpo", high=0.28),
         **_TOKENS,
         "algorithm.kl": "none",
         "algorithm.filter_groups.enabled": True,
+        "reward.overlong.buffer_tokens": Same("rollout.max_response_tokens", 0.2),
     },
     # Ahmadian et al. 2024, arXiv:2402.14740.
     Recipe.RLOO: {**_choices("rloo"), **_TOKENS, **_kl("reward", "k1", 0.03)},
@@ -93,5 +99,8 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
 }
 """What each recipe chooses; all else is at its default."""
 
-DECIDED = frozenset(path for choices in RECIPES.values() for path in choices) | {"algorithm.gamma"}
-"""Keys that recipes decide."""
+_OF_ALGORITHM = "algorithm."
+DECIDED = frozenset(path for choices in RECIPES.values() for path in choices if path.startswith(_OF_ALGORITHM)) | {
+    "algorithm.gamma"
+}
+"""Keys of the algorithm that recipes decide."""

@@ -55,7 +55,16 @@ only the order of work changes (``rollout.max_sequences``)."""
 _DECIDED = "gradient_checkpointing"
 """Of the model: a run that was left to decide this has written down what it decided."""
 
-_FILES = {"model.path", "rollout.from_samples", "data.train.files", "data.validation.files", "reward.function"}
+_FILES = {
+    "algorithm.advantage",
+    "algorithm.policy_loss",
+    "algorithm.kl_estimator",
+    "model.path",
+    "rollout.from_samples",
+    "data.train.files",
+    "data.validation.files",
+    "reward.function",
+}
 """Names of files, relative to the current directory: other names of the same files are no contradiction."""
 
 _FILES_OF_COMPONENTS = re.compile(rf"{_COMPONENT}\.(function|model\.path|judge\.prompt_file)")

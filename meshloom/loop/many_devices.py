@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from meshloom.algorithms.own_checks import check_own
 from meshloom.config.errors import RunFault, UserError
 from meshloom.config.settings import KlPlace, SftSettings, TrainSettings
 from meshloom.data.order import PromptOrder
@@ -80,6 +81,7 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
     check_model_folder(settings.model.path)
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
+    check_own(settings.algorithm)
     if settings.rollout.engine == "vllm":
         require_vllm()
     checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from meshloom.algorithms.own import digests
 from meshloom.config.errors import RunFault
 from meshloom.config.reward_settings import component_names
 from meshloom.config.settings import TrainSettings
@@ -121,6 +122,7 @@ class RLStage:
         self.components = ComponentWatch(component_names(self.settings.reward), self.session.display.notice)
         self.short = ShortWatch(self.settings, self.session.display.notice)
         self.kl_weight = KlWeight.of(self.settings.algorithm)
+        self.own = digests(self.settings.algorithm)
 
     @property
     def stop_wanted(self) -> bool:
@@ -253,12 +255,16 @@ class RLStage:
 
     def state(self) -> dict[str, Any]:
         """What of the algorithm a checkpoint holds beside the model: JSON values."""
-        return {"kl_coefficient": self.kl_weight.coefficient}
+        return {"kl_coefficient": self.kl_weight.coefficient, "own": self.own}
 
     def load(self, cut: Cut) -> None:
         """Stand where a run was saved."""
         self.step = cut.values["step"]
-        self.kl_weight.coefficient = cut.values["algorithm"]["kl_coefficient"]
+        kept = cut.values["algorithm"]
+        self.kl_weight.coefficient = kept["kl_coefficient"]
+        for name in (name for name, digest in kept["own"].items() if self.own.get(name) != digest):
+            text = f"warning: the file of algorithm.{name} has changed since the checkpoint: this run does not repeat itself"
+            self.session.display.notice(text)
 
     def snapshot(self) -> Snapshot:
         """The actor as it is now."""

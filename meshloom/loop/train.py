@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from meshloom.algorithms.own_checks import check_own
 from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.data.order import PromptOrder
 from meshloom.data.rows import Prompt
@@ -75,6 +76,7 @@ def run_training(
     memory = free_memory(device := pick_device(settings.device))
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
+    check_own(settings.algorithm)
     if ahead is not None and device.type == "cuda":
         ahead.begin(settings, str(device))
     check_engine(settings.rollout)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshloom.algorithms.own_checks import check_own
 from meshloom.config.errors import RunFault
 from meshloom.config.settings import OptimizerSettings, TrainSettings
 from meshloom.fabric.dispatch import GroupLayout, by_part, from_first
@@ -145,6 +146,7 @@ class WorkerHost:
             UserError: if a model cannot be loaded or cut.
         """
         self.settings, self.layout = settings, layout
+        check_own(settings.algorithm)
         torch.manual_seed(settings.seed)
         self._tokenizer = load_tokenizer(settings.model.path)
         # Process groups are made by all ranks, whatever their roles.

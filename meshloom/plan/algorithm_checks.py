@@ -1,12 +1,14 @@
-"""Rules across the settings of the algorithm: correction, control of the divergence, values that nothing uses.
+"""Rules across the settings of the algorithm: correction, control of the divergence, functions of the user's own, values that
+nothing uses.
 
-Owns: these rules, codes A020 to A039. Refuses to know: devices, models, functions of the user's own. Always holds: a refusal
+Owns: these rules, codes A020 to A029. Refuses to know: devices, models, what such a function computes. Always holds: a refusal
 names values that work.
 """
 
 from math import log
 from typing import TYPE_CHECKING
 
+from meshloom.config.own import OWN_CHOICES, OwnName
 from meshloom.config.settings import AlgorithmSettings, CorrectionSettings, KlPlace
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ def check_choices(found: "Findings", algorithm: AlgorithmSettings) -> None:
     _check_proximal(found, algorithm)
     _check_control(found, algorithm)
     _check_unread(found, algorithm)
+    for name in OWN_CHOICES:
+        if (own := OwnName.of(getattr(algorithm, name))) is not None and (fault := own.fault()):
+            fix = f"algorithm.{name}=file.py:function, relative to the current directory, or a name"
+            found.refuse("A027", f"algorithm.{name}", fault, fix=fix)
 
 
 def _default(name: str, kind: type[AlgorithmSettings] | type[CorrectionSettings] = AlgorithmSettings) -> object:

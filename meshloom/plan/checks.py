@@ -157,7 +157,7 @@ def _check_verifier(found: Findings, path: str, name: str) -> None:
 
 def _check_name(found: Findings, code: str, setting: str, name: str, known: Iterable[str]) -> None:
     names = [str(entry) for entry in known]
-    if name in names:
+    if name in names or ":" in name:
         return
     near = difflib.get_close_matches(name, names, n=1)
     guess = f"did you mean {near[0]}? " if near else ""

@@ -37,6 +37,6 @@ def check_groups(found: Findings, settings: TrainSettings) -> None:
             fix=f"batch.samples_per_prompt=2 or more, or {_PATH}.enabled=false",
             suggestions=(("batch.samples_per_prompt=8",), (f"{_PATH}.enabled=false",)),
         )
-    elif advantage not in GROUP_ADVANTAGES:
+    elif advantage not in GROUP_ADVANTAGES and ":" not in advantage:
         what = f"{advantage} does not compare the samples of a prompt, so groups without spread teach it something too"
         found.warn("A031", f"{_PATH}.enabled", what, fix=f"set {_PATH}.enabled=false, or algorithm.advantage=grpo")
