@@ -5,6 +5,7 @@ Another engine joins by an entry in ``ENGINES``. Real vLLM joins where it is ask
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from meshloom.config.errors import UserError
 from meshloom.rollout.decode_stack import reason_against
+from meshloom.rollout.feed import RequestFeed
 from meshloom.rollout.paged_engine import PagedEngine
 from meshloom.rollout.protocol import Completion, Engine, FinishReason, Request, SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
@@ -277,6 +279,37 @@ def test_samples_come_as_they_finish(make):
     engine, _ = make("llama", max_sequences=2)
     requests = [ask(0, prompt(4), max_tokens=60), ask(1, prompt(4), max_tokens=5), ask(2, prompt(4), max_tokens=5)]
     assert [completion.request_id for completion in engine.generate(requests, deadline_s=60)] == [1, 2, 0]
+
+
+def test_requests_that_come_later_get_the_tokens_they_would_get_alone(make):
+    """A feed is read while others generate, and while nothing does; the end is when it is closed."""
+    engine, _ = make("qwen3")
+    first, second, third = (ask(i, prompt(4 + 9 * i, seed=i), seeds=(i, i + 7), max_tokens=6) for i in range(3))
+    feed = RequestFeed(ask(0, prompt(30), seeds=range(6), max_tokens=6))
+    found: dict[tuple[int, int], Completion] = {}
+    for completion in engine.generate([first], deadline_s=60, feed=feed):
+        found[completion.request_id, completion.index] = completion
+        if len(found) == 1:
+            feed.put([second])
+        if len(found) == 4:  # nothing runs any more
+            threading.Timer(0.05, lambda: (feed.put([third]), feed.close())).start()
+    alone = {(r.id, c.index): c.ids for r in (first, second, third) for c in engine.generate([r], deadline_s=60)}
+    assert tokens_of(found) == alone
+
+
+def test_a_generation_with_a_feed_ends_at_its_deadline(make):
+    engine, _ = make("qwen3")
+    feed = RequestFeed(ask(0, prompt(8), seeds=(0,), max_tokens=3))
+    assert [c.finish for c in engine.generate([ask(0, prompt(4), max_tokens=3)], deadline_s=2.0, feed=feed)] == [
+        FinishReason.LENGTH
+    ]
+    assert list(engine.generate([], deadline_s=0.05, feed=feed)) == []
+
+
+def test_a_feed_whose_requests_could_never_fit_is_refused(make):
+    engine, _ = make("qwen3", kv_cache_bytes=10_000)
+    with pytest.raises(UserError, match="does not fit"):
+        engine.generate([], deadline_s=1, feed=RequestFeed(ask(0, prompt(4), max_tokens=10_000)))
 
 
 def test_an_aborted_request_ends_and_the_others_go_on(make):

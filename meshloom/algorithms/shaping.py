@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshloom.algorithms.groups import Groups
-from meshloom.algorithms.segments import sample_counts
+from meshloom.algorithms.segments import sample_counts, sample_sums
 
 
 def place_rewards(reward_S: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
@@ -32,6 +32,23 @@ def place_rewards(reward_S: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor
     rewards_T = torch.zeros(len(mask_T), dtype=reward_S.dtype, device=device)
     rewards_T[torch.where(owned_S > 0, last_S, place_S)] = reward_S.to(device)
     return rewards_T
+
+
+def place_turn_rewards(reward_S: Tensor, turn_reward_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """Token rewards of samples that were also rewarded on their way: those stay where they stand, and what is left of a
+    sample's reward goes to its last token that is the model's own.
+
+    Args:
+        reward_S: rewards, those of the way included, [S].
+        turn_reward_T: rewards that were given for a turn, each on the turn's last token, [T].
+        mask_T, lengths_S: as ``place_rewards``.
+
+    Returns:
+        Token rewards, [T]; they add up to ``reward_S``.
+    """
+    given_T = turn_reward_T.to(mask_T.device, reward_S.dtype)
+    rest_S = reward_S.to(mask_T.device) - sample_sums(given_T, lengths_S)
+    return given_T + place_rewards(rest_S, mask_T, lengths_S)
 
 
 def subtract_kl(token_rewards_T: Tensor, kl_T: Tensor, mask_T: Tensor, coefficient: float) -> Tensor:

@@ -24,6 +24,7 @@ from meshloom.config.cluster_settings import (
 )
 from meshloom.config.code_settings import CodeSettings
 from meshloom.config.correction_settings import CorrectionSettings
+from meshloom.config.episode_settings import EnvironmentSettings
 from meshloom.config.group_settings import FilterGroupsSettings
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
 from meshloom.config.reward_settings import ComponentSettings, JudgeSettings, OverlongSettings, RewardModelSettings
@@ -48,8 +49,11 @@ __all__ = [
 ]
 
 
+SOURCE_KINDS = ("files", "dataset", "reasoning_gym", "episodes")
+
+
 class SourceSettings(Settings):
-    """Where rows come from. Exactly one of ``files``, ``dataset`` and ``reasoning_gym`` is given."""
+    """Where rows come from. Exactly one of ``files``, ``dataset``, ``reasoning_gym`` and ``episodes`` is given."""
 
     files: Places = ()
     """Parquet (.parquet) or JSON Lines (.jsonl) files, read in this order; one name alone is a list of one."""
@@ -63,8 +67,11 @@ class SourceSettings(Settings):
     """The task's own arguments, as reasoning-gym names them (``min_digits``, ``max_terms``, …)."""
     size: Count = 1000
     """Problems to generate from ``reasoning_gym``."""
+    episodes: Count | None = None
+    """So many rows without a prompt, for an environment that makes its own when it is reset (``environment.gym``, ``custom``);
+    ``extra`` has their ``number``, from ``seed`` on."""
     seed: int = 0
-    """Seed of the generated problems."""
+    """Seed of the generated problems; the first number of ``episodes``."""
     max_rows: Count | None = None
     """Use at most this many rows, the first ones."""
 
@@ -220,6 +227,8 @@ class TrainSettings(RunSettings):
     data: TrainDataSettings
     reward: RewardSettings = RewardSettings()
     rollout: RolloutSettings = RolloutSettings()
+    environment: EnvironmentSettings | None = None
+    """What answers the model's turns, and its tools; none: a prompt is answered in one turn."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
     batch: BatchSettings = BatchSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -282,6 +291,8 @@ class EvalSettings(RunSettings):
     """Only ``data.validation`` is evaluated, or ``data.train`` where there is none."""
     reward: RewardSettings = RewardSettings()
     rollout: RolloutSettings = RolloutSettings()
+    environment: EnvironmentSettings | None = None
+    """What answers the model's turns, and its tools; none: a prompt is answered in one turn."""
     validation: ValidationSettings = ValidationSettings()
 
     @property

@@ -48,18 +48,26 @@ class Supervised:
     mask: list[bool]
 
 
-def render_prompts(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSettings) -> RenderedPrompts:
+def render_prompts(
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSettings, tools: Sequence[dict[str, Any]] = ()
+) -> RenderedPrompts:
     """Render and tokenise prompts for generation.
 
     Chats go through the tokenizer's chat template with its generation prompt; so do strings, as one user message, unless
     ``data.chat_template`` is ``never``, or ``auto`` and there is no template. Other strings are tokenised as they are, with
     the special tokens the tokenizer itself puts before a text.
 
+    Args:
+        rows: to be rendered.
+        tokenizer: of the model.
+        data: template and bounds.
+        tools: JSON schemas of functions that the model may call; the template is given them.
+
     Raises:
         UserError: if a template is needed and missing or refuses a chat; if a prompt is empty, or longer than
             ``max_prompt_tokens`` and not to be dropped; if all prompts were dropped.
     """
-    kept = list(_fitting(rows, tokenizer, data))
+    kept = list(_fitting(rows, tokenizer, data, tools))
     _check_some_left(kept, rows, data)
     prompts: list[Prompt] = []
     for part in _batches(kept):
@@ -121,11 +129,11 @@ def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
 
 
 def _fitting(
-    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSettings
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSettings, tools: Sequence[dict[str, Any]] = ()
 ) -> Iterator[tuple[Row, list[int]]]:
     """Rows whose prompts fit, with the prompts' ids."""
     for part in _batches(rows):
-        for row, ids in zip(part, _prompt_ids(part, tokenizer, data), strict=True):
+        for row, ids in zip(part, _prompt_ids(part, tokenizer, data, tools), strict=True):
             if not ids:
                 raise UserError(
                     "the prompt has no tokens", where=f"row {row.index}", fix="give it some text, or remove the row"
@@ -155,16 +163,17 @@ def _check_some_left(kept: Sequence[object], rows: Sequence[Row], data: DataSett
         )
 
 
-def _prompt_ids(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSettings) -> list[list[int]]:
+def _prompt_ids(
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", data: DataSettings, tools: Sequence[dict[str, Any]]
+) -> list[list[int]]:
     """Ids of each row's prompt. Rows with and without a template are tokenised apart, each in one call."""
     chats = {i: _chat(row, data) for i, row in enumerate(rows) if _uses_template(row, tokenizer, data)}
     texts = {i: str(row.prompt) for i, row in enumerate(rows) if i not in chats}
     ids: dict[int, list[int]] = {}
     if chats:
         templated = [rows[i] for i in chats]
-        ids |= zip(
-            chats, _template_ids(list(chats.values()), templated, tokenizer, generation_prompt=True), strict=True
-        )
+        rendered = _template_ids(list(chats.values()), templated, tokenizer, generation_prompt=True, tools=tools)
+        ids |= zip(chats, rendered, strict=True)
     if texts:
         ids |= zip(texts, _plain_ids(list(texts.values()), tokenizer), strict=True)
     return [ids[i] for i in range(len(rows))]
@@ -217,12 +226,17 @@ def _chat(row: Row, data: DataSettings) -> Chat:
 
 
 def _template_ids(
-    chats: list[Chat], rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", *, generation_prompt: bool
+    chats: list[Chat],
+    rows: Sequence[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    generation_prompt: bool,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[list[int]]:
     """Ids of each chat; ``rows`` are where they are from, for errors."""
 
     def render(some: list[Chat]) -> list[list[int]]:
-        return _encode(some, tokenizer, generation_prompt=generation_prompt)
+        return _encode(some, tokenizer, generation_prompt=generation_prompt, tools=tools)
 
     try:
         return render(chats)
@@ -235,9 +249,19 @@ def _template_ids(
         ) from error
 
 
-def _encode(chats: list[Chat], tokenizer: "PreTrainedTokenizerBase", *, generation_prompt: bool) -> list[list[int]]:
+def _encode(
+    chats: list[Chat],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    generation_prompt: bool,
+    tools: Sequence[dict[str, Any]] = (),
+) -> list[list[int]]:
     encoded: Any = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=generation_prompt, tokenize=True, return_dict=True
+        chats,
+        tools=list(tools) or None,
+        add_generation_prompt=generation_prompt,
+        tokenize=True,
+        return_dict=True,
     )
     return encoded["input_ids"]
 

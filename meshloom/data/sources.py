@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.config.errors import UserError
-from meshloom.config.settings import DataSettings, SourceSettings
+from meshloom.config.settings import SOURCE_KINDS, DataSettings, SourceSettings
 from meshloom.data.columns import Place, to_row
 from meshloom.data.files import read_file
 from meshloom.data.rows import Row
@@ -24,22 +24,25 @@ def load_rows(source: SourceSettings, data: DataSettings) -> list[Row]:
     With ``SftDataSettings`` each row must carry a worked response.
 
     Args:
-        source: exactly one of files, dataset and reasoning_gym; at most ``max_rows`` rows are read.
+        source: exactly one of its kinds; at most ``max_rows`` rows are read.
         data: names of columns.
 
     Raises:
         UserError: if the source cannot be read, is empty, or a row is not of a known form.
     """
-    given = [name for name in ("files", "dataset", "reasoning_gym") if getattr(source, name)]
+    given = [name for name in SOURCE_KINDS if getattr(source, name)]
     if len(given) != 1:
         raise UserError(
-            "a data source needs exactly one of files, dataset and reasoning_gym",
+            "a data source needs exactly one of files, dataset, reasoning_gym and episodes",
             where="data",
             why=f"both {' and '.join(given)} are given" if given else "none is given",
             fix="set one of them, such as data.train.files=[problems.jsonl]",
         )
     if source.reasoning_gym:
         rows = generate(source, data)
+    elif source.episodes is not None:
+        numbers = range(source.seed, source.seed + min(source.episodes, source.max_rows or source.episodes))
+        rows = [Row(index=i, prompt="", data_source="episodes", extra={"number": n}) for i, n in enumerate(numbers)]
     else:
         records = _file_records(source) if source.files else _dataset_records(source)
         rows = [

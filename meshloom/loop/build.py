@@ -26,10 +26,11 @@ from meshloom.config.settings import (
     SftSettings,
     TrainSettings,
 )
-from meshloom.data.prompts import end_of_turn, render_prompts
+from meshloom.data.prompts import end_of_turn
 from meshloom.data.rows import Prompt
-from meshloom.data.sources import load_rows
 from meshloom.loop.collect import Collector
+from meshloom.loop.environments import RunPrompts, collector_of
+from meshloom.loop.episodes import Environments
 from meshloom.loop.session import Cut, Session
 from meshloom.loop.validate import Validator
 from meshloom.loop.vllm import vllm_engine
@@ -302,13 +303,12 @@ def sampling_params(
     )
 
 
-def load_prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt], int]:
+def load_prompts(settings: TrainSettings, found: RunPrompts) -> tuple[list[Prompt], list[Prompt], int]:
     """Prompts of training and validation, and how many were too long and dropped."""
-    data = settings.data
-    train = render_prompts(load_rows(data.train, data), tokenizer, data)
-    if data.validation is None:
+    train = found.load(settings.data.train)
+    if settings.data.validation is None:
         return train.prompts, [], train.dropped
-    held_out = render_prompts(load_rows(data.validation, data), tokenizer, data)
+    held_out = found.load(settings.data.validation)
     return train.prompts, held_out.prompts, train.dropped + held_out.dropped
 
 
@@ -318,9 +318,11 @@ def build_collector(
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
+    environments: Environments | None,
 ) -> Collector:
     """What makes the groups that are trained on."""
-    return Collector(
+    return collector_of(
+        environments,
         engine=engine,
         scorer=scorer,
         prompts=prompts,
@@ -339,10 +341,12 @@ def build_validator(
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
+    environments: Environments | None,
 ) -> Validator:
     """What samples and counts held-out prompts, with seeds of its own."""
     validation, rollout = settings.validation, settings.rollout
-    collector = Collector(
+    collector = collector_of(
+        environments,
         engine=engine,
         scorer=scorer,
         prompts=prompts,

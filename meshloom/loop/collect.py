@@ -18,7 +18,7 @@ from meshloom.data.rows import Prompt
 from meshloom.loop.baseline import GreedySample, greedy_record, with_baseline
 from meshloom.loop.control import tried_twice
 from meshloom.loop.stage import Attempt, Collected, Draw
-from meshloom.loop.token_columns import token_columns
+from meshloom.loop.token_columns import stretches, token_columns
 from meshloom.observe.timing import PhaseClock
 from meshloom.plan.residency import Phase
 from meshloom.rewards.combined import Scorer, Scoring
@@ -249,18 +249,18 @@ def sample_records(
     has_advantage = "advantage" in samples.rows
     failed = samples.meta.get("failed", [{}] * len(samples))
     remarks = samples.meta.get("remark", [""] * len(samples))
-    columns = zip(samples.column("ids"), samples.column("version"), strict=True)
+    columns = zip(samples.column("ids"), samples.column("version"), samples.column("mask"), strict=True)
     rows = {name: samples.rows[name].tolist() for name in ("prompt", "group", "reward", "valid")}
-    for i, (ids, versions) in enumerate(columns):
+    for i, (ids, versions, mask) in enumerate(columns):
         prompt = prompts[rows["prompt"][i]]
-        own = len(prompt.ids)
+        own = int(mask.long().argmax()) if bool(mask.any()) else len(ids) - 1
         of_prompt = {
             "step": step,
             "kind": kind,
             "row": prompt.row.index,
             "group": rows["group"][i],
-            "prompt": prompt.text,
-            "prompt_ids": list(prompt.ids),
+            "prompt": samples.meta["shown"][i] if "shown" in samples.meta else prompt.text,
+            "prompt_ids": ids[:own].tolist(),
             "answer": prompt.row.answer,
             "data_source": prompt.row.data_source,
         }
@@ -275,11 +275,24 @@ def sample_records(
                 "invalid": samples.meta["invalid"][i],
                 "advantage": float(samples.rows["advantage"][i]) if has_advantage else None,
                 "finish": samples.meta["finish"][i],
-                "versions": [int(versions[own:].min()), int(versions[own:].max())],
+                "versions": _range(versions[mask] if bool(mask.any()) else versions[own:]),
                 "parts": samples.meta["parts"][i],
                 **({"failed": failed[i]} if failed[i] else {}),
                 **({"remark": remarks[i]} if remarks[i] else {}),
                 **(token_columns(samples, i, own) if exact else {}),
+                **episode_fields(samples, i, mask[own:]),
             }
         )
     return records
+
+
+def _range(versions: torch.Tensor) -> list[int]:
+    return [int(versions.min()), int(versions.max())]
+
+
+def episode_fields(samples: Samples, i: int, mask: torch.Tensor) -> dict[str, Any]:
+    """What a record has besides where a sample is an episode: its messages, and where its tokens are the model's own."""
+    if "messages" not in samples.meta:
+        return {}
+    counts = {name: int(samples.rows[name][i]) for name in ("turns", "tool_calls", "tool_errors")}
+    return {"messages": samples.meta["messages"][i], "own": stretches(mask), **counts}

@@ -13,12 +13,11 @@ from rich.console import Console
 
 from meshloom.config.errors import UserError
 from meshloom.config.settings import EvalSettings
-from meshloom.data.prompts import render_prompts
-from meshloom.data.sources import load_rows
 from meshloom.loop.build import build_actor, build_engine, build_validator, check_engine, require_vocabulary
+from meshloom.loop.environments import open_environments, open_scorer, run_prompts
 from meshloom.loop.isolation import check_isolation, tell_isolation
 from meshloom.loop.reward_models import Models
-from meshloom.loop.rewarding import load_reward_models, open_rewards
+from meshloom.loop.rewarding import load_reward_models
 from meshloom.observe.format import number_text, plural
 from meshloom.observe.names import METRICS
 from meshloom.observe.report import write_report
@@ -87,7 +86,8 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         build_plan(settings, None).require()
         raise AssertionError("the plan lets an evaluation without prompts pass")
     tokenizer = load_tokenizer(settings.model.path)
-    rendered = render_prompts(load_rows(settings.source, settings.data), tokenizer, settings.data)
+    found_prompts = run_prompts(settings, tokenizer)
+    rendered = found_prompts.load(settings.source)
     prompts = rendered.prompts
     plan = build_plan(settings, len(prompts))
     plan.require()
@@ -96,14 +96,14 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
     with ExitStack() as resources:
         scorers = load_reward_models(settings, pick_device(settings.device))
         asked = None if scorers is None else Models(scorers.scores)
-        sources = {prompt.row.data_source for prompt in prompts}
         isolation = check_isolation(settings.reward)
-        pool = resources.enter_context(open_rewards(settings, sources, tokenizer, asked))
+        pool = open_scorer(resources, settings, {prompt.row.data_source for prompt in prompts}, tokenizer, asked)
+        environments = open_environments(resources, settings, found_prompts)
         bound = MicrobatchBound(settings.data.max_prompt_tokens + settings.rollout.max_response_tokens)
         model = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
         longest = settings.validation.max_response_tokens
         engine = build_engine(model, settings.rollout, settings.data, tokenizer, max_response_tokens=longest)
-        validator = build_validator(settings, engine, pool, tokenizer, prompts)
+        validator = build_validator(settings, engine, pool, tokenizer, prompts, environments)
         require_vocabulary(model, (prompt.ids for prompt in prompts))
         validator.collector.check()
         described = {"plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}

@@ -34,12 +34,12 @@ from meshloom.loop.build import (
     texts_decoder,
 )
 from meshloom.loop.control import ControlLoop
+from meshloom.loop.environments import open_environments, open_scorer, run_prompts, unseen_tools
 from meshloom.loop.isolation import check_isolation, tell_isolation
 from meshloom.loop.model_role import RemoteModel, RemoteReference, Sharing
 from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteStage
 from meshloom.loop.replay import dump_samples, saved_jobs, schedule_of
 from meshloom.loop.replicas import RemoteEngine
-from meshloom.loop.rewarding import open_rewards
 from meshloom.loop.rl import Roles, standing
 from meshloom.loop.saved_samples import read_saved
 from meshloom.loop.session import Cut, Session, read_cut
@@ -87,7 +87,8 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
     checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
-    prompts, held_out, dropped = load_prompts(settings, tokenizer)
+    rendered = run_prompts(settings, tokenizer)
+    prompts, held_out, dropped = load_prompts(settings, rendered)
     sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
     saved = read_saved(settings, texts_decoder(tokenizer))
     if saved is not None:
@@ -102,7 +103,8 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
         free = [facts.free_bytes for facts in told if facts.free_bytes is not None]
         plan, settings = finish_plan(settings, len(prompts), min(free, default=None))
         isolation = check_isolation(settings.reward)
-        pool = resources.enter_context(open_rewards(settings, sources, tokenizer, None))
+        pool = open_scorer(resources, settings, sources, tokenizer, None)
+        environments = open_environments(resources, settings, rendered)
         samples = [prompt.ids for prompt in (*prompts, *held_out)] + ([] if saved is None else list(saved.ids()))
         roles = _Ranks(settings, plan.layout, workers)
         checkpoint_bytes = roles.build(checkpoint, cut, samples)
@@ -111,8 +113,8 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
             actor=roles.actor,
             reference=roles.reference(),
             engine=engine,
-            collector=build_collector(settings, engine, pool, tokenizer, prompts),
-            validator=build_validator(settings, engine, pool, tokenizer, held_out) if held_out else None,
+            collector=build_collector(settings, engine, pool, tokenizer, prompts, environments),
+            validator=build_validator(settings, engine, pool, tokenizer, held_out, environments) if held_out else None,
         )
         found.check()
         session = resources.enter_context(
@@ -122,6 +124,8 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
         tell_isolation(isolation, session.display.notice, session.folder.path)
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
+        if unseen := unseen_tools(rendered):
+            session.display.notice(unseen)
         session.measure_memory = RankMemory(workers, roles.free_between_steps, engine.memory).metrics
         stage = RemoteStage(
             settings,

@@ -19,10 +19,11 @@ from meshloom.algorithms.kl import KL_ESTIMATORS
 from meshloom.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, PolicySettings
 from meshloom.algorithms.reduce import Denominators, denominators, entropy_term, kl_term, reduce
 from meshloom.algorithms.segments import sample_counts, sample_sums
-from meshloom.algorithms.shaping import place_rewards, subtract_kl
+from meshloom.algorithms.shaping import place_turn_rewards, subtract_kl
 from meshloom.config.settings import AlgorithmSettings, KlPlace
 from meshloom.loop.correction import weighed
 from meshloom.samples import Samples
+from meshloom.samples.episodes import joined
 from meshloom.train.model import LossParts
 
 
@@ -48,7 +49,8 @@ def with_advantages(
 ) -> Samples:
     """The batch with ``advantages`` for each token and ``advantage`` (their mean) for each sample.
 
-    Reads ``reward``, ``valid``, ``group`` and, where the estimator needs it, ``greedy_reward``.
+    Reads ``reward``, ``valid``, ``group`` and, where there are such, ``greedy_reward`` and ``turn_reward``. An episode of
+    several samples is judged as one.
 
     Args:
         samples: of the step.
@@ -56,8 +58,10 @@ def with_advantages(
         kl_T: divergence that is taken from the rewards, if any.
         kl_coefficient: its weight.
     """
+    own, samples = samples, joined(samples)
     mask_T, lengths_S = samples["mask"], samples.lengths
-    rewards_T = place_rewards(samples["reward"], mask_T, lengths_S)
+    turns_T = samples.tokens.get("turn_reward", torch.zeros(len(mask_T), dtype=torch.float64))
+    rewards_T = place_turn_rewards(samples["reward"], turns_T, mask_T, lengths_S)
     if kl_T is not None:
         rewards_T = subtract_kl(rewards_T, kl_T, mask_T, kl_coefficient)
     inputs = AdvantageInputs(
@@ -72,9 +76,9 @@ def with_advantages(
         normalize_by_std=settings.normalize_by_std,
     )
     advantages_T = ADVANTAGES.find(settings.advantage)(inputs).advantages_T
-    own = samples.with_tokens(advantages=advantages_T)
-    sums_S = sample_sums(torch.where(mask_T, advantages_T, 0.0), lengths_S)
-    return own.with_rows(advantage=sums_S / sample_counts(mask_T, lengths_S).clamp(min=1))
+    sums_S = sample_sums(torch.where(mask_T, advantages_T, 0.0), own.lengths)
+    mean_S = sums_S / sample_counts(mask_T, own.lengths).clamp(min=1)
+    return own.with_tokens(advantages=advantages_T).with_rows(advantage=mean_S)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ so it does not matter which replica makes it.
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from meshloom.fabric.workers import Workers
+from meshloom.rollout.feed import RequestFeed, with_largest
 from meshloom.rollout.protocol import Completion, Request
 from meshloom.rollout.requests import check_requests, kv_tokens
 
@@ -76,6 +78,42 @@ class _End:
     error: Exception | None = None
 
 
+@dataclass(frozen=True)
+class _More:
+    """More requests have come, or no more will."""
+
+
+class _Share:
+    """What a replica has yet to generate for one caller."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: list[Request] = []
+        self._at_work = False
+
+    def add(self, requests: Sequence[Request]) -> bool:
+        """Add to it; whether somebody must begin with it."""
+        with self._lock:
+            self._requests += requests
+            begins, self._at_work = not self._at_work, True
+            return begins
+
+    def goes_on(self) -> bool:
+        """Whether there is something left; who is told that there is not has stopped."""
+        with self._lock:
+            self._at_work = bool(self._requests)
+            return self._at_work
+
+    def take(self) -> list[Request]:
+        """All of it."""
+        with self._lock:
+            taken, self._requests = self._requests, []
+            return taken
+
+
+_Told = queue.SimpleQueue["list[Completion] | _End | _More"]
+
+
 class RemoteEngine:
     """Replicas of an engine, one engine to its caller.
 
@@ -105,8 +143,12 @@ class RemoteEngine:
         self._spreading = threading.Lock()
         self._checked = 0
 
-    def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
+    def generate(
+        self, requests: Sequence[Request], *, deadline_s: float, feed: RequestFeed | None = None
+    ) -> Iterator[Completion]:
         """Yield each sample as it finishes on any replica. The deadline counts from when a replica begins.
+
+        A replica that generates hears nothing until it is done: what a feed brings meanwhile is its next call.
 
         Raises:
             UserError: if a request can never fit a replica's cache.
@@ -114,11 +156,11 @@ class RemoteEngine:
             WorkerFault: if a worker fails.
         """
         check_requests(requests, vocabulary=self._vocabulary, can_decode=True)
-        longest = max(requests, key=kv_tokens, default=None)
+        longest = max(with_largest(requests, feed), key=kv_tokens, default=None)
         if longest is not None and kv_tokens(longest) > self._checked:
             self._on_all("check_request", {"request": longest})
             self._checked = kv_tokens(longest)
-        return self._generate(requests, deadline_s)
+        return self._generate(requests, deadline_s, feed)
 
     def abort(self, request_id: int) -> None:
         """Not offered: a replica that generates hears nothing until it is done."""
@@ -146,21 +188,42 @@ class RemoteEngine:
         ranks = [rank for replica in self._replicas for rank in replica.ranks]
         self._workers.call(verb, arguments, ranks=ranks, phase="generate", deadline_s=_ANSWER_S)
 
-    def _generate(self, requests: Sequence[Request], deadline_s: float) -> Iterator[Completion]:
-        told: queue.SimpleQueue[list[Completion] | _End] = queue.SimpleQueue()
-        shares = self.spread(requests)
-        for replica, share in shares:
-            run = partial(self._run, replica, share, deadline_s, told)
-            threading.Thread(target=run, name=f"generation on rank {replica.ranks[0]}", daemon=True).start()
-        waiting = len(shares)
-        while waiting:
-            found = told.get()
+    def _generate(
+        self, requests: Sequence[Request], deadline_s: float, feed: RequestFeed | None
+    ) -> Iterator[Completion]:
+        told: _Told = queue.SimpleQueue()
+        shares: dict[int, _Share] = {}
+        until = time.monotonic() + deadline_s
+        running = self._give(requests, shares, deadline_s, told)
+        if feed is not None:
+            feed.listen(lambda: told.put(_More()))
+        while running or (feed is not None and not feed.is_exhausted):
+            try:
+                found = told.get(timeout=None if running else max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return
             if isinstance(found, list):
                 yield from found
+            elif isinstance(found, _More):
+                later = feed.take()
+                check_requests(later, vocabulary=self._vocabulary, can_decode=True)
+                running += self._give(later, shares, max(0.0, until - time.monotonic()), told)
             elif found.error is not None:
                 raise found.error
             else:
-                waiting -= 1
+                running -= 1
+
+    def _give(self, requests: Sequence[Request], shares: "dict[int, _Share]", deadline_s: float, told: "_Told") -> int:
+        """Add requests to the shares of replicas; how many begin with theirs, which were not at work."""
+        begun = 0
+        for replica, added in self.spread(requests):
+            share = shares.setdefault(replica.ranks[0], _Share())
+            if share.add(added):
+                begun += 1
+                run = partial(self._run, replica, share, deadline_s, told)
+                name = f"generation on rank {replica.ranks[0]}"
+                threading.Thread(target=run, name=name, daemon=True).start()
+        return begun
 
     def spread(self, requests: Sequence[Request]) -> list[tuple[Replica, list[Request]]]:
         """Each request to the replica that has least to do, by the most tokens that it may yet generate; the largest first.
@@ -174,32 +237,42 @@ class RemoteEngine:
                 shares.setdefault(number, []).append(i)
         return [(self._replicas[n], [requests[i] for i in sorted(share)]) for n, share in sorted(shares.items())]
 
-    def _run(
+    def _run(self, replica: Replica, share: "_Share", deadline_s: float, told: "_Told") -> None:
+        """Let a replica generate what its share has, as often as there is something, and hand on what it tells."""
+        error: Exception | None = None
+        until = time.monotonic() + deadline_s
+        first = True
+        while error is None and share.goes_on():
+            requests: list[Request] = []
+            try:
+                with replica.turns.turn():
+                    requests = share.take()
+                    left_s = deadline_s if first else max(0.0, until - time.monotonic())
+                    self._call(replica, requests, left_s, told)
+            except Exception as caught:  # told to the caller's thread, which raises it
+                error = caught
+            first = False
+            with self._spreading:
+                replica.waiting_tokens -= sum(map(_tokens, requests))
+        told.put(_End(error))
+
+    def _call(
         self,
         replica: Replica,
         requests: list[Request],
         deadline_s: float,
-        told: "queue.SimpleQueue[list[Completion] | _End]",
+        told: "_Told",
     ) -> None:
-        """Let a replica generate, and hand on what it tells."""
-        error: Exception | None = None
-        try:
-            with replica.turns.turn():
-                call = self._workers.submit(
-                    "generate",
-                    {"requests": requests, "deadline_s": deadline_s},
-                    ranks=replica.ranks,
-                    phase="generate",
-                    deadline_s=deadline_s + _ANSWER_S,
-                )
-                for _, completions in call.events():
-                    told.put(completions.each())
-                self.memory |= dict(zip(replica.ranks, call.result(), strict=True))
-        except Exception as caught:  # told to the caller's thread, which raises it
-            error = caught
-        with self._spreading:
-            replica.waiting_tokens -= sum(map(_tokens, requests))
-        told.put(_End(error))
+        call = self._workers.submit(
+            "generate",
+            {"requests": requests, "deadline_s": deadline_s},
+            ranks=replica.ranks,
+            phase="generate",
+            deadline_s=deadline_s + _ANSWER_S,
+        )
+        for _, completions in call.events():
+            told.put(completions.each())
+        self.memory |= dict(zip(replica.ranks, call.result(), strict=True))
 
 
 def _tokens(request: Request) -> int:

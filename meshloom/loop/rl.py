@@ -295,8 +295,9 @@ def group_of(number: int, samples: Samples, settings: TrainSettings) -> Group[Sa
 
 
 def oldest_version(group: Samples) -> int:
-    """Version of the weights that sampled a group's oldest token."""
-    return int(group["version"][group["mask"]].min())
+    """Version of the weights that sampled a group's oldest token; of a group that has none, the one that it notes."""
+    own = group["version"][group["mask"]]
+    return int(own.min()) if len(own) else int(group["version"].max())
 
 
 def cut_of(progress: Progress, waiting: Sequence[Group[Samples]], algorithm: dict[str, Any]) -> Cut:

@@ -26,11 +26,11 @@ def token_columns(samples: Samples, sample: int, prompt_tokens: int) -> dict[str
     if bool((versions != versions[0]).any()):
         found["token_versions"] = versions.tolist()
     if not bool(mask.all()):
-        found["own"] = _stretches(mask)
+        found["own"] = stretches(mask)
     return found
 
 
-def _stretches(mask: torch.Tensor) -> list[tuple[int, int]]:
+def stretches(mask: torch.Tensor) -> list[tuple[int, int]]:
     """Where a mask is true, as (from, to)."""
     padded = torch.cat([mask.new_zeros(1), mask, mask.new_zeros(1)])
     turns = (padded[1:] != padded[:-1]).nonzero().squeeze(1).tolist()

@@ -27,11 +27,13 @@ from meshloom.loop.build import (
     texts_decoder,
 )
 from meshloom.loop.control import ControlLoop
+from meshloom.loop.environments import open_environments, open_scorer, run_prompts, unseen_tools
+from meshloom.loop.episodes import Environments
 from meshloom.loop.isolation import check_isolation, tell_isolation
 from meshloom.loop.replay import dump_samples, saved_jobs, schedule_of
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.reward_models import Models
-from meshloom.loop.rewarding import load_reward_models, open_rewards
+from meshloom.loop.rewarding import load_reward_models
 from meshloom.loop.rl import RLStage, Roles, standing
 from meshloom.loop.saved_samples import read_saved
 from meshloom.loop.session import read_cut, set_random_states
@@ -83,7 +85,8 @@ def run_training(
     checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
-    prompts, held_out, dropped = load_prompts(settings, tokenizer)
+    found = run_prompts(settings, tokenizer)
+    prompts, held_out, dropped = load_prompts(settings, found)
     sources = {prompt.row.data_source for prompt in (*prompts, *held_out)}
     saved = read_saved(settings, texts_decoder(tokenizer))
     if saved is not None:
@@ -96,8 +99,9 @@ def run_training(
         scorers = load_reward_models(settings, device)
         asked = None if scorers is None else Models(scorers.scores)
         isolation = check_isolation(settings.reward)
-        pool = resources.enter_context(open_rewards(settings, sources, tokenizer, asked))
-        roles = _build_roles(settings, pool, tokenizer, prompts, held_out, checkpoint)
+        pool = open_scorer(resources, settings, sources, tokenizer, asked)
+        environments = open_environments(resources, settings, found)
+        roles = _build_roles(settings, pool, tokenizer, prompts, held_out, environments, checkpoint)
         require_vocabulary(roles.actor, (prompt.ids for prompt in (*prompts, *held_out)))
         if saved is not None:
             require_vocabulary(roles.actor, saved.ids())
@@ -112,6 +116,8 @@ def run_training(
         tell_isolation(isolation, session.display.notice, session.folder.path)
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
+        if unseen := unseen_tools(found):
+            session.display.notice(unseen)
         log = session.folder.log_memory
         residents = resources.enter_context(Residents(planned, models, folder=folder, log=log))
         stage = RLStage(settings, session, roles, tokenizer, plan.updates, residents)
@@ -139,6 +145,7 @@ def _build_roles(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
     held_out: list[Prompt],
+    environments: Environments | None,
     checkpoint: Path | None,
 ) -> Roles:
     bound = MicrobatchBound(settings.batch.tokens_per_microbatch, settings.batch.samples_per_microbatch)
@@ -151,8 +158,8 @@ def _build_roles(
         actor=actor,
         reference=_reference(settings, actor, bound),
         engine=engine,
-        collector=build_collector(settings, engine, pool, tokenizer, prompts),
-        validator=build_validator(settings, engine, pool, tokenizer, held_out) if held_out else None,
+        collector=build_collector(settings, engine, pool, tokenizer, prompts, environments),
+        validator=build_validator(settings, engine, pool, tokenizer, held_out, environments) if held_out else None,
     )
 
 

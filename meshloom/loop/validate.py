@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from meshloom.config.settings import ValidationSettings
+from meshloom.environments.protocol import FaultReason
 from meshloom.loop.collect import Collector, sample_records
 from meshloom.loop.component_watch import by_component
 from meshloom.loop.stage import Draw
 from meshloom.observe.statistics import pass_at_k, wilson_interval
 from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples, concat
+from meshloom.samples.episodes import joined
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,43 @@ def validation_metrics(samples: Samples, *, threshold: float, component: str | N
 
 def length_metrics(samples: Samples) -> dict[str, float]:
     """Lengths of responses and prompts, and the share that was cut at the longest length."""
-    response = torch.stack([mask.sum() for mask in samples.column("mask")]).double()
+    masks = samples.column("mask")
+    response = torch.stack([mask.sum() for mask in masks]).double()
+    prompt = torch.stack([_before(mask) for mask in masks]).double()
     finish = samples.meta["finish"]
     return {
         "response_tokens_mean": float(response.mean()),
         "response_tokens_max": float(response.max()),
-        "prompt_tokens_mean": float((samples.lengths.double() - response).mean()),
+        "prompt_tokens_mean": float(prompt.mean()),
         "truncated_share": sum(f == "length" for f in finish) / len(finish),
+        **episode_metrics(samples, samples.lengths.double() - response - prompt),
     }
+
+
+def _before(mask: torch.Tensor) -> torch.Tensor:
+    """Tokens before the model's first one."""
+    return mask.long().argmax() if bool(mask.any()) else torch.tensor(len(mask))
+
+
+def episode_metrics(samples: Samples, shown: torch.Tensor) -> dict[str, float]:
+    """Turns and calls of tools, where samples are episodes.
+
+    Args:
+        samples: of a step or a validation.
+        shown: tokens of the template and the environment between each sample's turns.
+    """
+    if "turns" not in samples.rows:
+        return {}
+    whole = joined(samples)
+    calls, errors = (float(whole[name].sum()) for name in ("tool_calls", "tool_errors"))
+    reasons = {reason.value for reason in FaultReason}
+    failed = sum(text is not None and text.partition(":")[0] in reasons for text in whole.meta["invalid"])
+    metrics = {
+        "episodes": float(len(whole)),
+        "turns_mean": float(whole["turns"].double().mean()),
+        "environment_tokens_mean": float(shown.mean()),
+        "environment_invalid": float(failed),
+    }
+    if calls:
+        metrics |= {"tool_calls_mean": calls / len(whole), "tool_error_share": errors / calls}
+    return metrics

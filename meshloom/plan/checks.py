@@ -3,12 +3,12 @@
 Owns: rules across settings that need no model, each with a stable code. Refuses to know: devices, models, what is in a file.
 Always holds: a refusal names the nearest values that work; a warning is about something that runs but is likely not meant.
 
-Codes: S sources, A algorithm, R rollout, B batch, O optimizer, L adapters; K, running programs, is in ``plan.code``.
+Codes: S sources, A algorithm, R rollout, B batch, O optimizer, L adapters; K, running programs, is in ``plan.code``; V,
+environments, in ``plan.environment_checks``.
 """
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshloom.config.names import (
@@ -20,19 +20,20 @@ from meshloom.config.names import (
     PolicyLoss,
     Verifier,
 )
-from meshloom.config.problems import Problem
 from meshloom.config.settings import (
+    SOURCE_KINDS,
     AlgorithmSettings,
     EvalSettings,
     KlPlace,
     SamplingSettings,
-    Settings,
     SftSettings,
     SourceSettings,
     TrainSettings,
 )
 from meshloom.plan.algorithm_checks import check_choices
 from meshloom.plan.code import check_code
+from meshloom.plan.environment_checks import check_environment
+from meshloom.plan.findings import Findings
 from meshloom.plan.lag import LAG, most_updates
 from meshloom.plan.ledger import longest_sample_tokens, sft_steps, train_steps
 from meshloom.plan.placement import sequence_parts
@@ -40,33 +41,6 @@ from meshloom.plan.placement import sequence_parts
 _NORM = "seq-mean-token-sum-norm"
 _ENDINGS = (".parquet", ".jsonl")
 _SUGGESTIONS = 3
-
-
-@dataclass
-class Findings:
-    """Refusals and warnings about one run's settings."""
-
-    settings: Settings
-    problems: list[Problem] = field(default_factory=list)
-    warnings: list[Problem] = field(default_factory=list)
-
-    def refuse(
-        self,
-        code: str,
-        path: str,
-        what: str,
-        *,
-        why: str = "",
-        fix: str = "",
-        suggestions: tuple[tuple[str, ...], ...] = (),
-    ) -> None:
-        self.problems.append(replace(self._problem(code, path, what, why, fix), suggestions=suggestions))
-
-    def warn(self, code: str, path: str, what: str, *, why: str = "", fix: str = "") -> None:
-        self.warnings.append(self._problem(code, path, what, why, fix))
-
-    def _problem(self, code: str, path: str, what: str, why: str, fix: str) -> Problem:
-        return Problem(code=code, what=what, where=f"{path} ({self.settings.provenance.of(path)})", why=why, fix=fix)
 
 
 def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_prompts: int | None) -> Findings:
@@ -94,6 +68,7 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
             check_function_name(found, "reward.function", settings.reward.function)
         check_code(found, settings.reward)
         _check_validation(found, settings)
+        check_environment(found, settings)
     if not isinstance(settings, EvalSettings):
         _check_microbatch(found, settings)
         _check_optimizer(found, settings, num_prompts)
@@ -102,10 +77,10 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
 
 
 def _check_source(found: Findings, path: str, source: SourceSettings) -> None:
-    kinds = [name for name in ("files", "dataset", "reasoning_gym") if getattr(source, name)]
+    kinds = [name for name in SOURCE_KINDS if getattr(source, name)]
     if len(kinds) != 1:
         have = f"both {' and '.join(kinds)} are given" if kinds else "none is given"
-        what = f"{path} needs exactly one of files, dataset and reasoning_gym; {have}"
+        what = f"{path} needs exactly one of files, dataset, reasoning_gym and episodes; {have}"
         found.refuse("S001", path, what, fix=f"set one of them, such as {path}.files=[problems.jsonl]")
     for name in source.files:
         file = Path(name)
@@ -117,7 +92,7 @@ def _check_source(found: Findings, path: str, source: SourceSettings) -> None:
     owners = {"split": "dataset", "task": "reasoning_gym", "size": "reasoning_gym", "seed": "reasoning_gym"}
     for name, owner in owners.items():
         default = SourceSettings.model_fields[name].get_default(call_default_factory=True)
-        if getattr(source, name) != default and owner not in kinds:
+        if getattr(source, name) != default and owner not in kinds and not (name == "seed" and "episodes" in kinds):
             found.warn("S004", f"{path}.{name}", f"{path}.{name} is not used without {path}.{owner}")
 
 

@@ -19,6 +19,8 @@ def count_rows(source: SourceSettings) -> int | None:
     """Rows of a source, ``max_rows`` at most; none for datasets and for files that cannot be counted."""
     if source.reasoning_gym is not None:
         count: int | None = source.size
+    elif source.episodes is not None:
+        count = source.episodes
     elif source.files:
         counts = [_count_file(Path(name)) for name in source.files]
         count = None if None in counts else sum(filter(None, counts))

@@ -19,7 +19,7 @@ from typing import Any
 
 from meshloom.config.errors import UserError
 from meshloom.config.names import Verifier
-from meshloom.config.settings import EvalSettings, SftSettings, SourceSettings, TrainSettings
+from meshloom.config.settings import SOURCE_KINDS, EvalSettings, SftSettings, SourceSettings, TrainSettings
 from meshloom.data.columns import nearest_first, to_row
 from meshloom.data.files import read_file
 from meshloom.data.rows import Row
@@ -125,6 +125,8 @@ def _check_reward(
     check_components(found, settings)
     if settings.reward.function is not None or settings.reward.components:
         return
+    if _environment_judges(settings):
+        return
     for path, source in _sources(settings):
         bring_none = [first for first in firsts[path] if not first.row.data_source.startswith(PREFIX)]
         if bring_none and not source.reasoning_gym:
@@ -132,6 +134,10 @@ def _check_reward(
             why = f"only rows from reasoning-gym bring their own verifier; those of {path} do not"
             found.refuse("W001", "reward.function", "a reward function is needed", why=why, fix=f"set {choices}")
             return
+
+
+def _environment_judges(settings: TrainSettings | EvalSettings) -> bool:
+    return settings.environment is not None and settings.environment.gives_rewards
 
 
 def _check_function(found: Findings, path: str, file: Path, name: str) -> None:
@@ -181,10 +187,10 @@ def _data_lines(settings: AnySettings, firsts: Sequence[_First], template: bool 
     lines: list[LedgerLine] = []
     for path, source in _sources(settings):
         kind = "training" if path == "data.train" else "validation"
-        key = next((name for name in ("files", "dataset", "reasoning_gym") if getattr(source, name)), "files")
+        key = next((name for name in SOURCE_KINDS if getattr(source, name)), "files")
         value = _shortened(source.files) if key == "files" else str(getattr(source, key))
         lines.append(_given(settings, "data", f"{kind} data", value or None, f"{path}.{key}"))
-        how = "as many as are generated" if key == "reasoning_gym" else "counted"
+        how = "as many as are generated" if key in ("reasoning_gym", "episodes") else "counted"
         lines.append(_derived("data", f"{kind} rows", count_rows(source), how, "rows"))
     lines += _column_lines(settings, firsts)
     choice = settings.data.chat_template
@@ -203,9 +209,9 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def _column_lines(settings: AnySettings, firsts: Sequence[_First]) -> list[LedgerLine]:
-    """Columns of files and datasets; generated problems have none."""
+    """Columns of files and datasets; what is generated has none."""
     data = settings.data
-    if all(source.reasoning_gym for _, source in _sources(settings)):
+    if all(source.reasoning_gym or source.episodes for _, source in _sources(settings)):
         return []
     columns = {column for first in firsts for column in first.record}
     prompt, answer = data.prompt_column, data.answer_column
@@ -227,6 +233,8 @@ def _column_lines(settings: AnySettings, firsts: Sequence[_First]) -> list[Ledge
 
 def _reward_lines(settings: TrainSettings | EvalSettings, firsts: Sequence[_First]) -> list[LedgerLine]:
     reward, sources = settings.reward, _sources(settings)
+    if _environment_judges(settings) and reward.function is None and not reward.components:
+        return [_given(settings, "reward", "reward function", "none: the environment gives rewards", "reward.function")]
     brings_one = all(source.reasoning_gym for _, source in sources) or (
         bool(firsts) and all(first.row.data_source.startswith(PREFIX) for first in firsts)
     )

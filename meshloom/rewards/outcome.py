@@ -38,10 +38,11 @@ class RewardRequest:
         data_source: the row's source name.
         extra: the row's further columns (verl's ``extra_info``).
         prompt: text of the prompt as the model saw it.
-        finish: how the response ended (``stop``, ``length``).
+        finish: how the response ended (``stop``, ``length``; ``turns`` where an episode has used all its turns).
         prompt_ids: tokens of the prompt.
-        response_ids: tokens that were sampled.
-        chat: messages of the prompt, ``{role, content}`` each; a prompt that is plain text is one of the user.
+        response_ids: tokens that were sampled; of an episode all behind the prompt, the environment's among them.
+        chat: messages before ``response``, ``{role, content}`` each; a prompt that is plain text is one of the user. In an
+            episode ``response`` is the model's last turn.
     """
 
     response: str

@@ -18,16 +18,16 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from meshloom.config.errors import UserError
-from meshloom.rewards.function import FunctionSpec
 from meshloom.rewards.worker import frame
 
 _START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
-    "from meshloom.rewards.{module} import {function}; {function}(int(sys.argv[1]))"
+    "from meshloom.{module} import {function}; {function}(int(sys.argv[1]))"
 )
 _MARK = "MESHLOOM_REWARD_WORKER"
 """Environment variable that a worker and its descendants carry."""
@@ -108,7 +108,7 @@ class Guardian:
 
     def _launch(self) -> None:
         read, self._pipe = os.pipe()
-        self._process = _start("guardian", "guard", read, "guardian")
+        self._process = _start("rewards.guardian", "guard", read, "guardian")
         os.close(read)
 
     def watch(self, pid: int, mark: str) -> None:
@@ -143,15 +143,20 @@ class Worker:
     """One process that scores, from its start to its death.
 
     Args:
-        spec: the function it loads.
+        spec: what it loads: the function.
         guardian: who kills it when this process dies.
         abandoned: asked during waits; once true, they end as if the worker had died.
     """
 
-    def __init__(self, spec: FunctionSpec, guardian: Guardian, abandoned: Callable[[], bool] = lambda: False) -> None:
+    module = "rewards.worker"
+    """Whose ``serve`` runs in the process."""
+    called, setting = "the reward function", "reward.function"
+    """What it runs, for errors."""
+
+    def __init__(self, spec: Any, guardian: Guardian, abandoned: Callable[[], bool] = lambda: False) -> None:
         self._socket, other = socket.socketpair()
         self._mark = uuid.uuid4().hex
-        self._process = _start("worker", "serve", other.fileno(), self._mark)
+        self._process = _start(self.module, "serve", other.fileno(), self._mark)
         other.close()
         self._guardian, self._abandoned = guardian, abandoned
         guardian.watch(self._process.pid, self._mark)
@@ -177,8 +182,8 @@ class Worker:
             answer = json.loads(self.receive(time.monotonic() + deadline_s))
         except WorkerLate:
             raise UserError(
-                f"the reward function was not loaded within {deadline_s:g} s",
-                where=f"reward.function: {self._spec}",
+                f"{self.called} was not loaded within {deadline_s:g} s",
+                where=f"{self.setting}: {self._spec}",
                 fix="let the file import quickly; move slow work into the function, behind a cache",
             ) from None
         if answer:
@@ -208,7 +213,7 @@ class Worker:
         """
         while (end := self._buffer.find(b"\n")) < 0:
             if len(self._buffer) > _MAX_LINE_BYTES:
-                raise WorkerDied("the reward function wrote into the channel of its process")
+                raise WorkerDied(f"{self.called} wrote into the channel of its process")
             self._receive_more(until)
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
@@ -231,7 +236,7 @@ class Worker:
         except OSError as error:
             raise WorkerDied(self._how_it_ended(wait_s=1) or str(error)) from None
         if not chunk:
-            raise WorkerDied(self._how_it_ended(wait_s=1) or "the reward function closed the channel of its process")
+            raise WorkerDied(self._how_it_ended(wait_s=1) or f"{self.called} closed the channel of its process")
         self._buffer += chunk
 
     def _has_more(self) -> bool:

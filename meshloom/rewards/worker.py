@@ -47,8 +47,8 @@ def serve(descriptor: int) -> None:
     """Answer the setup and all batches on a socket until its other end closes."""
     connection = socket.socket(fileno=descriptor)
     own = os.getpid()
-    _adopt_orphans()
-    setup = _receive(connection)
+    adopt_orphans()
+    setup = receive(connection)
     if setup is None:
         return
     try:
@@ -57,7 +57,7 @@ def serve(descriptor: int) -> None:
         _answer(connection, {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix})
         return
     _answer(connection, {})
-    while (batch := _receive(connection)) is not None:
+    while (batch := receive(connection)) is not None:
         for request in pickle.loads(batch):
             outcome = _score(scorer, request)
             if os.getpid() != own:  # a child the function forked has come back from it
@@ -65,7 +65,7 @@ def serve(descriptor: int) -> None:
             _answer(connection, [*outcome, _leftovers()])
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
     """Become the parent of orphaned descendants on Linux, so that they can be found and killed with this process."""
     if sys.platform == "linux":
         import ctypes
@@ -74,7 +74,8 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
-def _receive(connection: socket.socket) -> bytes | None:
+def receive(connection: socket.socket) -> bytes | None:
+    """The next message that ``frame`` made; nothing if the other end closed."""
     header = _read(connection, _HEADER.size)
     return None if header is None else _read(connection, _HEADER.unpack(header)[0])
 

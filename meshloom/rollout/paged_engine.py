@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshloom.rollout.decode_stack import DecodeStack, form_of
 from meshloom.rollout.embedded_verbs import EmbeddedVerbs
+from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
 from meshloom.rollout.kv_cache import CacheShape
 from meshloom.rollout.page_memory import settle, spare_bytes, take_pages
 from meshloom.rollout.paged_ops import Ops, TorchOps
@@ -81,7 +82,9 @@ class PagedEngine(EmbeddedVerbs):
         self._generation: _Generation | None = None
         self._has_generated = False
 
-    def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
+    def generate(
+        self, requests: Sequence[Request], *, deadline_s: float, feed: RequestFeed | None = None
+    ) -> Iterator[Completion]:
         """Yield each sample as it finishes. After ``deadline_s`` seconds the rest come with ``FinishReason.DEADLINE``.
 
         Closing the iterator early frees everything.
@@ -92,15 +95,20 @@ class PagedEngine(EmbeddedVerbs):
             RuntimeError: if the engine sleeps or is generating already, or the model gives logits that are not finite.
         """
         self._require_awake()
-        check_requests(requests, vocabulary=self._vocabulary, can_decode=self._decode is not None)
-        if requests:
+        sized = with_largest(requests, feed)
+        self.check(sized)
+        if sized:
             require_fit(
-                requests,
-                needed_bytes=-(-max(map(kv_tokens, requests)) // self._page) * self._page_bytes,
-                cache_bytes=self._cache_bytes(requests),
+                sized,
+                needed_bytes=-(-max(map(kv_tokens, sized)) // self._page) * self._page_bytes,
+                cache_bytes=self._cache_bytes(sized),
                 bytes_per_token=self._shape.bytes_per_token,
             )
-        return self._generate(requests, time.monotonic() + deadline_s)
+        return self._generate(requests, time.monotonic() + deadline_s, feed)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Refuse malformed requests."""
+        check_requests(requests, vocabulary=self._vocabulary, can_decode=self._decode is not None)
 
     @property
     def _current(self) -> PagedScheduler | None:
@@ -120,19 +128,19 @@ class PagedEngine(EmbeddedVerbs):
     def _num_slots(self, requests: Sequence[Request]) -> int:
         return min(self._max_sequences, sum(len(request.seeds) for request in requests))
 
-    def _generate(self, requests: Sequence[Request], deadline: float) -> Iterator[Completion]:
+    def _generate(self, requests: Sequence[Request], deadline: float, feed: RequestFeed | None) -> Iterator[Completion]:
         if self._generation is not None:
             raise RuntimeError("the engine is generating already; finish or close that iterator first")
-        if not requests:
+        if not requests and feed is None:
             return
         self._aborted.clear()
         with torch.no_grad():
-            generation = _Generation(self, requests, deadline)
+            generation = _Generation(self, requests, deadline, feed)
         self._generation = generation
         try:
-            while generation.scheduler.has_work:
+            while generation.scheduler.has_work or wait_for_requests(feed, deadline):
                 finished = generation.advance()
-                if not generation.scheduler.has_work:
+                if not generation.scheduler.has_work and (feed is None or feed.is_exhausted):
                     self._release(generation)
                 yield from [sample.completion() for sample in finished]
         finally:
@@ -200,14 +208,16 @@ class PagedEngine(EmbeddedVerbs):
 class _Generation:
     """One call of ``generate``."""
 
-    def __init__(self, engine: PagedEngine, requests: Sequence[Request], deadline: float) -> None:
-        self._engine, self._deadline = engine, deadline
-        stop_rules = {request.id: engine.rule(request) for request in requests}
-        stops = dict.fromkeys(rule.ids for rule in stop_rules.values())
+    def __init__(
+        self, engine: PagedEngine, requests: Sequence[Request], deadline: float, feed: RequestFeed | None
+    ) -> None:
+        self._engine, self._deadline, self._feed = engine, deadline, feed
+        sized = with_largest(requests, feed)
+        stops = dict.fromkeys(engine.rule(request).ids for request in sized)
         places = {ids: place for place, ids in enumerate(stops)}
-        self.runner = engine.runner(requests, [sorted(ids) for ids in stops])
+        self.runner = engine.runner(sized, [sorted(ids) for ids in stops])
         max_sequences, prefill_tokens, self._steps_ahead = engine.options
-        pages, layers = engine.new_pages(requests)
+        pages, layers = engine.new_pages(sized)
         self.runner.use_pool(layers)
         self.scheduler = PagedScheduler(
             pages,
@@ -216,17 +226,26 @@ class _Generation:
             prefill_tokens=prefill_tokens,
             rule_of=lambda sample: places[sample.stop.ids],
         )
+        self._submit(requests)
+
+    def _submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            samples = [Sample(request, index, stop_rules[request.id]) for index in range(len(request.seeds))]
+            rule = self._engine.rule(request)
+            samples = [Sample(request, index, rule) for index in range(len(request.seeds))]
             self.scheduler.submit(list(request.prompt_ids), samples)
 
     def advance(self) -> list[Sample]:
-        """Run steps until samples finish."""
+        """Run steps until samples finish, or nothing runs."""
         with torch.no_grad(), self._engine.evaluating(self.runner.stack):
-            while self.scheduler.has_work:
+            while True:
+                if self._feed is not None and self._feed.has_requests:
+                    later = self._feed.take()
+                    self._engine.check(later)
+                    self._submit(later)
+                if not self.scheduler.has_work:
+                    return []
                 if ended := self._interrupted() or self._round():
                     return ended
-        return []
 
     def _interrupted(self) -> list[Sample]:
         """End what was aborted, and everything once the deadline is over."""

@@ -7,7 +7,10 @@ an engine matches through a ``decode`` function it is given), rewards, losses.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from meshloom.rollout.feed import RequestFeed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +101,14 @@ class Engine(Protocol):
 
     version: int
 
-    def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
-        """Yield each sample as it finishes. After ``deadline_s`` seconds the rest come with ``FinishReason.DEADLINE``."""
+    def generate(
+        self, requests: Sequence[Request], *, deadline_s: float, feed: "RequestFeed | None" = None
+    ) -> Iterator[Completion]:
+        """Yield each sample as it finishes. After ``deadline_s`` seconds the rest come with ``FinishReason.DEADLINE``.
+
+        With a feed, requests that come later join those that run, and the end is when all are finished and the feed is closed,
+        or the deadline has passed.
+        """
         ...
 
     def abort(self, request_id: int) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.rollout.embedded_verbs import EmbeddedVerbs
+from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
 from meshloom.rollout.kv_cache import Bank, CacheShape, KVCache, quarter_of_free_bytes, single_sequence_bytes
 from meshloom.rollout.layouts import BankDecode, DecodeLayout, MixedLayout, PrefillLayout
 from meshloom.rollout.peers import Alone, Decision, Peers
@@ -70,7 +71,9 @@ class TorchEngine(EmbeddedVerbs):
         self._sampled: list[Sample] = []
         self._rows: Rows | None = None
 
-    def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
+    def generate(
+        self, requests: Sequence[Request], *, deadline_s: float, feed: RequestFeed | None = None
+    ) -> Iterator[Completion]:
         """Yield each sample as it finishes. After ``deadline_s`` seconds the rest come with ``FinishReason.DEADLINE``.
 
         Closing the iterator early frees everything. Between two samples the module is in its own mode.
@@ -81,48 +84,57 @@ class TorchEngine(EmbeddedVerbs):
             RuntimeError: if the engine sleeps or is generating already, or the model gives logits that are not finite.
         """
         self._require_awake()
-        self._check(requests)
-        return self._generate(requests, time.monotonic() + deadline_s)
+        self._check(with_largest(requests, feed))
+        return self._generate(requests, time.monotonic() + deadline_s, feed)
 
     @property
     def _current(self) -> Scheduler | None:
         return self._scheduler
 
-    def _generate(self, requests: Sequence[Request], deadline: float) -> Iterator[Completion]:
+    def _generate(self, requests: Sequence[Request], deadline: float, feed: RequestFeed | None) -> Iterator[Completion]:
         if self._scheduler is not None:
             raise RuntimeError("the engine is generating already; finish or close that iterator first")
-        longest = max((kv_tokens(request) for request in requests), default=1)
-        count = min(self._max_sequences, sum(len(request.seeds) for request in requests))
+        sized = with_largest(requests, feed)
+        longest = max((kv_tokens(request) for request in sized), default=1)
+        count = min(self._max_sequences, sum(len(request.seeds) for request in sized))
         cache = KVCache(self._shape, budget_bytes=self.kv_cache_bytes, longest=longest, max_sequences=count)
         scheduler = Scheduler(cache, max_sequences=self._max_sequences, prefill_tokens=self._prefill_tokens)
         self._scheduler = scheduler
         self._aborted.clear()
         try:
-            for request in requests:
-                rule = StopRule.of(request.params, self._eos_ids, self._decode)
-                samples = [Sample(request, index, rule) for index in range(len(request.seeds))]
-                scheduler.submit(list(request.prompt_ids), samples)
-            while scheduler.has_work:
-                finished = self._advance(scheduler, deadline)
-                if not scheduler.has_work:
+            self._submit(scheduler, requests)
+            while scheduler.has_work or wait_for_requests(feed, deadline):
+                finished = self._advance(scheduler, deadline, feed)
+                if not scheduler.has_work and (feed is None or feed.is_exhausted):
                     self._release(scheduler)
                 yield from [sample.completion() for sample in finished]
         finally:
             self._release(scheduler)
+
+    def _submit(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
+        for request in requests:
+            rule = StopRule.of(request.params, self._eos_ids, self._decode)
+            samples = [Sample(request, index, rule) for index in range(len(request.seeds))]
+            scheduler.submit(list(request.prompt_ids), samples)
 
     def _release(self, scheduler: Scheduler) -> None:
         """Forget a generation's state, before its last samples are handed out or when its iterator is closed."""
         if self._scheduler is scheduler:
             self._scheduler, self._sampled, self._rows = None, [], None
 
-    def _advance(self, scheduler: Scheduler, deadline: float) -> list[Sample]:
-        """Run passes until samples finish."""
+    def _advance(self, scheduler: Scheduler, deadline: float, feed: RequestFeed | None) -> list[Sample]:
+        """Run passes until samples finish, or nothing runs."""
         with evaluation(self._model), torch.inference_mode(), one_thread(self._small):
-            while scheduler.has_work:
+            while True:
+                if feed is not None and feed.has_requests:
+                    later = feed.take()
+                    self._check(later)
+                    self._submit(scheduler, later)
+                if not scheduler.has_work:
+                    return []
                 ended = self._interrupted(scheduler, deadline) or self._step(scheduler)
                 if ended:
                     return ended
-        return []
 
     def _interrupted(self, scheduler: Scheduler, deadline: float) -> list[Sample]:
         """End what was aborted, and everything once the deadline is over."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
 from meshloom.rollout.protocol import Completion, FinishReason, Request
 from meshloom.rollout.requests import check_requests
 from meshloom.rollout.stopping import Decode, StopRule
@@ -74,7 +75,9 @@ class VllmEngine:
         self._stale = True
         """Whether the weights in vLLM are not the trainer's: placeholders, or gone in sleep."""
 
-    def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
+    def generate(
+        self, requests: Sequence[Request], *, deadline_s: float, feed: RequestFeed | None = None
+    ) -> Iterator[Completion]:
         """Yield each sample as it finishes. After ``deadline_s`` seconds the rest come with ``FinishReason.DEADLINE``.
 
         Closing the iterator early takes the rest out of vLLM. Before the first sample the weights are moved; the deadline
@@ -88,9 +91,8 @@ class VllmEngine:
         """
         if self._asleep:
             raise RuntimeError("the engine sleeps; call wake() before generate()")
-        check_requests(requests, vocabulary=self._vocabulary, can_decode=self._decode is not None)
-        require_possible(requests, longest=self._longest)
-        return self._generate(requests, time.monotonic() + deadline_s)
+        self._check(with_largest(requests, feed))
+        return self._generate(requests, time.monotonic() + deadline_s, feed)
 
     def abort(self, request_id: int) -> None:
         """End a request's unfinished samples; they come with ``FinishReason.ABORTED``. Others are not disturbed."""
@@ -198,7 +200,11 @@ class VllmEngine:
                 self._llm.reset_prefix_cache()
         self._stale = False
 
-    def _generate(self, requests: Sequence[Request], deadline: float) -> Iterator[Completion]:
+    def _check(self, requests: Sequence[Request]) -> None:
+        check_requests(requests, vocabulary=self._vocabulary, can_decode=self._decode is not None)
+        require_possible(requests, longest=self._longest)
+
+    def _generate(self, requests: Sequence[Request], deadline: float, feed: RequestFeed | None) -> Iterator[Completion]:
         if self._running is not None:
             raise RuntimeError("the engine is generating already; finish or close that iterator first")
         if self._stale:
@@ -211,12 +217,12 @@ class VllmEngine:
         self._aborted.clear()
         try:
             waves = self._waves(requests)
-            for number, wave in enumerate(waves, start=1):
-                for sample in wave:
+            while waves or wait_for_requests(feed, deadline):
+                for sample in waves.pop(0) if waves else ():
                     self._submit(running, sample)
-                while running:
-                    ended = self._advance(running, deadline)
-                    if not running and number == len(waves):
+                while self._take_later(running, feed) or running:
+                    ended = self._advance(running, deadline, feed)
+                    if not running and not waves and (feed is None or feed.is_exhausted):
                         self._running = None  # the last samples are handed out by an engine that is free
                     yield from [sample.completion(reason) for sample, reason in ended]
         finally:
@@ -254,10 +260,21 @@ class VllmEngine:
         sample.internal = self._llm.add_request(sample.key, prompt, vllm_params(sample))
         running[sample.key] = sample
 
-    def _advance(self, running: dict[str, RunningSample], deadline: float) -> list[tuple[RunningSample, FinishReason]]:
-        """Step until samples end; they are out of ``running`` then."""
+    def _take_later(self, running: dict[str, RunningSample], feed: RequestFeed | None) -> bool:
+        """Put in what has come since generation began; whether anything has."""
+        later = [] if feed is None else feed.take()
+        self._check(later)
+        for wave in self._waves(later):
+            for sample in wave:
+                self._submit(running, sample)
+        return bool(later)
+
+    def _advance(
+        self, running: dict[str, RunningSample], deadline: float, feed: RequestFeed | None
+    ) -> list[tuple[RunningSample, FinishReason]]:
+        """Step until samples end, which are out of ``running`` then, or more have come."""
         with self._inside():
-            while running:
+            while running and not (feed is not None and feed.has_requests):
                 ended = self._interrupted(running, deadline) or self._step(running)
                 if ended:
                     self.generated_tokens += sum(len(sample.ids) for sample, _ in ended)

@@ -1,0 +1,158 @@
+"""Environments of a run: opening them, and the prompts of their rows.
+
+Owns: what is checked of an environment at the start, and which rewards an episode has. Refuses to know: how episodes go. Always
+holds: a template that cannot go on after a turn, a tool without a schema and an environment that cannot be loaded are refused
+before the run folder is touched.
+"""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from meshloom.config.episode_settings import EnvironmentSettings
+from meshloom.config.errors import UserError
+from meshloom.config.settings import DataSettings, EvalSettings, SourceSettings, TrainSettings
+from meshloom.data.prompts import RenderedPrompts, end_of_turn, render_prompts
+from meshloom.data.rows import Prompt, Row
+from meshloom.data.sources import load_rows
+from meshloom.environments.chat import ChatRenderer
+from meshloom.environments.pool import EnvironmentPool, tool_schemas
+from meshloom.loop.collect import Collector
+from meshloom.loop.episodes import Environments, EpisodeCollector
+from meshloom.loop.reward_models import Models
+from meshloom.loop.rewarding import open_rewards
+from meshloom.rewards.combined import Combination, Scorer
+
+
+@dataclass(frozen=True)
+class RunPrompts:
+    """Rows as prompts, for a run with an environment or without.
+
+    Args:
+        settings: of the environment; none: prompts are answered in one turn.
+        data: settings of the prompts.
+        tokenizer: of the model.
+        renderer: of conversations; none without an environment.
+    """
+
+    settings: EnvironmentSettings | None
+    data: DataSettings
+    tokenizer: PreTrainedTokenizerBase
+    renderer: ChatRenderer | None
+
+    def load(self, source: SourceSettings) -> RenderedPrompts:
+        """Prompts of a source, and how many were too long and dropped. Where an environment makes them when it is reset, the
+        ids are those of an empty message.
+
+        Raises:
+            UserError: as ``render_prompts``.
+        """
+        rows = load_rows(source, self.data)
+        if self.settings is None or self.renderer is None:
+            return render_prompts(rows, self.tokenizer, self.data)
+        if self.settings.gym or self.settings.custom:
+            ids = self.renderer.begin([{"role": "user", "content": ""}]).ids
+            return RenderedPrompts(prompts=[Prompt(row=row, ids=ids, text=_shown(row)) for row in rows], dropped=0)
+        return render_prompts(rows, self.tokenizer, self.data, self.renderer.tools)
+
+
+def _shown(row: Row) -> str:
+    return row.prompt if isinstance(row.prompt, str) else str(row.prompt[-1].get("content", ""))
+
+
+def run_prompts(settings: TrainSettings | EvalSettings, tokenizer: PreTrainedTokenizerBase) -> RunPrompts:
+    """How rows of a run become prompts.
+
+    Raises:
+        UserError: if a tool has no schema, or the chat template cannot go on after a turn.
+    """
+    return RunPrompts(settings.environment, settings.data, tokenizer, _renderer(settings, tokenizer))
+
+
+def _renderer(settings: TrainSettings | EvalSettings, tokenizer: PreTrainedTokenizerBase) -> ChatRenderer | None:
+    environment = settings.environment
+    if environment is None:
+        return None
+    end = end_of_turn(tokenizer, settings.data)
+    if not tokenizer.chat_template or end is None:
+        raise UserError(
+            "an environment needs a chat template",
+            where="environment",
+            why="the tokenizer has none" if end is not None else "the tokenizer has no end token",
+            fix="put chat_template.jinja into the model folder",
+        )
+    renderer = ChatRenderer(tokenizer, end, tool_schemas(environment))
+    if environment.max_turns > 1 and not environment.reasoning_gym:
+        renderer.check("tool" if environment.tools else "user")
+    return renderer
+
+
+def open_environments(
+    resources: ExitStack, settings: TrainSettings | EvalSettings, prompts: RunPrompts
+) -> Environments | None:
+    """The processes of a run's environments; none if prompts are answered in one turn.
+
+    Args:
+        resources: that close them.
+        settings: of the run.
+        prompts: of the run.
+
+    Raises:
+        UserError: if the environment cannot be loaded.
+    """
+    if settings.environment is None or prompts.renderer is None:
+        return None
+    return Environments(
+        settings=settings.environment,
+        pool=resources.enter_context(EnvironmentPool(settings.environment)),
+        renderer=prompts.renderer,
+        system_prompt=settings.data.system_prompt,
+        max_prompt_tokens=settings.data.max_prompt_tokens,
+    )
+
+
+def open_scorer(
+    resources: ExitStack,
+    settings: TrainSettings | EvalSettings,
+    data_sources: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    models: Models | None,
+) -> Scorer:
+    """What scores the samples of a run. Where an environment gives rewards and no other is set, that is nothing.
+
+    Args:
+        resources: that end it.
+        settings: of the run.
+        data_sources: ``data_source`` of all rows, for the default function.
+        tokenizer: of the model that samples.
+        models: where reward models are asked; none where there are none.
+
+    Raises:
+        UserError: if a reward cannot be made.
+    """
+    environment, reward = settings.environment, settings.reward
+    if environment is not None and environment.gives_rewards and not (reward.function or reward.components):
+        return Combination(())
+    return resources.enter_context(open_rewards(settings, data_sources, tokenizer, models))
+
+
+def unseen_tools(prompts: RunPrompts) -> str:
+    """What to tell a user whose chat template does not show the tools; empty if it does."""
+    if prompts.renderer is None or prompts.renderer.shows_tools():
+        return ""
+    return (
+        "warning: the chat template does not show the tools; the model must know them, or be told in data.system_prompt"
+    )
+
+
+def collector_of(environments: Environments | None, **parts: Any) -> Collector:
+    """What makes groups: of episodes, where there are environments.
+
+    Args:
+        environments: of the run.
+        parts: of a ``Collector``.
+    """
+    return Collector(**parts) if environments is None else EpisodeCollector(environments=environments, **parts)

@@ -1,0 +1,94 @@
+"""Requests that come while an engine generates.
+
+Owns: the way of later requests into a generation that is on. Refuses to know: who makes them, and from what. Always holds: an
+engine knows from the start how large they can be, so that what it sizes once (a cache, buffers) is large enough for all.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from meshloom.rollout.protocol import Request
+
+
+class RequestFeed:
+    """A queue between whoever makes requests and the engine that generates; each side has a thread of its own.
+
+    Args:
+        largest: as long as any request that will come, with the same kind of parameters, and as many seeds as samples will be
+            unfinished at one time. It is only measured, never generated; its id does not matter.
+    """
+
+    def __init__(self, largest: Request) -> None:
+        self.largest = largest
+        self._changed = threading.Condition()
+        self._waiting: list[Request] = []
+        self._closed = False
+        self._listener: Callable[[], None] = lambda: None
+
+    def put(self, requests: Sequence[Request]) -> None:
+        """Hand over requests.
+
+        Raises:
+            RuntimeError: if the feed is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the feed is closed")
+            self._waiting.extend(requests)
+            self._changed.notify_all()
+            self._listener()
+
+    def close(self) -> None:
+        """No more will come. May be called twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._listener()
+
+    def take(self) -> list[Request]:
+        """What has come since the last time; does not wait."""
+        with self._changed:
+            taken, self._waiting = self._waiting, []
+            return taken
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there is something to take, the feed is closed, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed, max(0.0, seconds))
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have a function called whenever something has come or the feed was closed, and once now. It must be quick."""
+        with self._changed:
+            self._listener = listener
+            listener()
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._waiting)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether everything was taken and no more will come."""
+        with self._changed:
+            return self._closed and not self._waiting
+
+
+def with_largest(requests: Sequence[Request], feed: RequestFeed | None) -> list[Request]:
+    """Requests that tell how large a generation can become."""
+    return [*requests] if feed is None else [*requests, replace(feed.largest, id=-1)]
+
+
+def wait_for_requests(feed: RequestFeed | None, deadline: float) -> bool:
+    """Whether a generation that has nothing to do goes on: it waits until requests have come.
+
+    Args:
+        feed: none: nothing can come.
+        deadline: of the generation, on the monotonic clock.
+    """
+    if feed is None:
+        return False
+    feed.wait(deadline - time.monotonic())
+    return feed.has_requests

@@ -1,0 +1,274 @@
+"""Episodes with an engine: what is trained on, what fails, and whole runs."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from meshloom.config.episode_settings import EnvironmentSettings
+from meshloom.config.load import load_settings
+from meshloom.config.settings import AlgorithmSettings, EvalSettings, TrainSettings
+from meshloom.data.rows import Prompt, Row
+from meshloom.environments.chat import ChatRenderer
+from meshloom.environments.pool import EnvironmentPool
+from meshloom.loop.build import build_actor, decoder, texts_decoder
+from meshloom.loop.collect import sample_records
+from meshloom.loop.episodes import Environments, EpisodeCollector
+from meshloom.loop.evaluate import run_evaluation
+from meshloom.loop.objective import with_advantages
+from meshloom.loop.stage import Draw
+from meshloom.loop.train import run_training
+from meshloom.observe.records import read_metrics, read_samples
+from meshloom.observe.timing import PhaseClock
+from meshloom.rewards.combined import Combination
+from meshloom.rollout.protocol import SamplingParams
+from meshloom.rollout.torch_engine import TorchEngine
+from meshloom.samples import Samples, concat
+from meshloom.train.model import MicrobatchBound
+from tests.lesson_runs import assert_same_run, train_settings, write_inputs
+from tests.test_environments import STRIPPING
+
+GAME = """
+import os
+
+class Game:
+    def reset(self, task):
+        self.number, self.turns = task.extra["number"], 0
+        if self.number == 3:
+            raise RuntimeError("no game today")
+        return "say"
+    def step(self, turn):
+        self.turns += 1
+        if self.number == 1:
+            raise ValueError("lost")
+        return f"turn {self.turns}", float(len(turn.text) % 3), self.turns == 3
+    def close(self):
+        pass
+
+class Gym:
+    def reset(self, seed=None, options=None):
+        self.turns, self.seed = 0, seed
+        return f"begin {seed % 10}", {}
+    def step(self, text):
+        self.turns += 1
+        return "more", float("e" in text) + self.seed % 2, False, self.turns >= 2, {"letters": len(text)}
+"""
+TOOLS = '''
+def half(number: str) -> str:
+    """Halves.
+
+    Args:
+        number: a digit.
+    """
+    return str(int(number) // 2)
+'''
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    (folder / "game.py").write_text(GAME)
+    (folder / "tools.py").write_text(TOOLS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pool(inputs: Path) -> Iterator[EnvironmentPool]:
+    settings = EnvironmentSettings(custom=f"{inputs}/game.py:Game", workers=1)
+    with EnvironmentPool(settings) as pool:
+        yield pool
+
+
+def collected(
+    inputs: Path, pool: EnvironmentPool, numbers: list[int], template: str | None = None, **bounds: Any
+) -> Samples:
+    """Three samples of each game; turns of six tokens or fewer, of which most end by themselves."""
+    model = build_actor(
+        train_settings(inputs, inputs / "x").model, None, MicrobatchBound(500), device="cpu", seed=0, checkpoint=None
+    )
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    tokenizer.chat_template = template or tokenizer.chat_template
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    letters = tokenizer.convert_tokens_to_ids(["e", "=", "7"])
+    with torch.no_grad():
+        model.module.get_input_embeddings().weight[[end, *letters]] *= 3
+    settings = pool.settings.model_copy(update=bounds)
+    renderer = ChatRenderer(tokenizer, end)
+    prompts = [Prompt(row=Row(index=n, prompt="", extra={"number": n}), ids=[1], text="") for n in range(10)]
+    collector = EpisodeCollector(
+        engine=TorchEngine(model.module, eos_ids=(end,), kv_cache_bytes=10**7, decode=decoder(tokenizer)),
+        scorer=Combination(()),
+        prompts=prompts,
+        decode=texts_decoder(tokenizer),
+        params=SamplingParams(max_tokens=bounds.pop("longest", 100)),
+        samples_per_prompt=3,
+        seed=5,
+        environments=Environments(
+            settings=settings, pool=pool, renderer=renderer, system_prompt=None, max_prompt_tokens=64
+        ),
+    )
+    collector.check()
+    draws = [Draw(10 + n, n) for n in numbers]
+    found = collector.collect(draws, deadline_s=100, clock=PhaseClock())
+    assert (found.retried, found.dropped) == (0, ())
+    samples = concat(found.groups)
+    assert sample_records(samples, prompts, step=1, kind="train")
+    return samples
+
+
+def test_an_episode_is_one_sample_with_a_mask(inputs: Path, pool: EnvironmentPool) -> None:
+    samples = collected(inputs, pool, [0, 2])
+    assert len(samples) == 6 and bool(samples["valid"].all())
+    assert int(samples["turns"].max()) > 1
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    for i, (ids, mask, reward) in enumerate(zip(*map(samples.column, ("ids", "mask", "turn_reward")), strict=True)):
+        said = [m["content"] for m in samples.meta["messages"][i] if m["role"] == "assistant"]
+        assert tokenizer.decode(ids[mask]).replace("<|im_end|>", "") == "".join(said)
+        between = "\n<|im_start|>user\nturn {}<|im_end|>\n<|im_start|>assistant\n"
+        shown = samples.meta["shown"][i] + "".join(between.format(turn) for turn in range(1, len(said)))
+        assert tokenizer.decode(ids[~mask]) == shown.replace("\n", " ") or tokenizer.decode(ids[~mask]) == shown
+        assert bool(mask[-1]) and len(said) == int(samples["turns"][i])
+        assert float(reward.sum()) == float(samples["reward"][i])
+        assert not bool(reward[~mask].any()), "a turn's reward stands on a token of the model"
+    assert not bool(samples["sampler_logprob"][~samples["mask"]].any())
+    assert bool((samples["sampler_logprob"][samples["mask"]] < 0).all())
+
+
+def test_episodes_repeat_themselves(inputs: Path, pool: EnvironmentPool) -> None:
+    one, other = (collected(inputs, pool, numbers) for numbers in ([0, 2], [2, 0]))
+    assert torch.equal(one["ids"], concat([other.select([3, 4, 5]), other.select([0, 1, 2])])["ids"])
+
+
+def test_an_environment_that_fails_makes_its_sample_invalid(inputs: Path, pool: EnvironmentPool) -> None:
+    samples = collected(inputs, pool, [0, 1, 3])
+    assert samples["valid"].tolist() == [True] * 3 + [False] * 6
+    lost, never = samples.meta["invalid"][3], samples.meta["invalid"][8]
+    assert lost.startswith("environment_raised: ") and "ValueError: lost" in lost
+    assert "RuntimeError: no game today" in never
+    masks = samples.column("mask")
+    assert bool(masks[3].any()), "what the model said is there"
+    assert not bool(masks[8].any()), "it was never asked"
+    judged = with_advantages(samples, AlgorithmSettings())
+    assert not bool(judged["advantages"][samples.lengths[:3].sum() :].any())
+
+
+def test_all_turns_together_are_bounded(inputs: Path, pool: EnvironmentPool) -> None:
+    samples = collected(inputs, pool, [0, 2], max_turn_tokens=5, longest=60)
+    after = [int(mask.sum()) for mask in samples.column("mask")]
+    assert max(after) <= 15
+    one = collected(inputs, pool, [0], max_turns=1)
+    assert set(one["turns"].tolist()) == {1}
+
+
+def test_rewritten_history_is_refused_or_split(inputs: Path, pool: EnvironmentPool) -> None:
+    """The model's turns have = in them, and this template drops what stands before it."""
+    refused = collected(inputs, pool, [0, 2], template=STRIPPING)
+    reasons = [reason for reason in refused.meta["invalid"] if reason is not None]
+    assert reasons and all(reason.startswith("history_rewritten: ") for reason in reasons)
+    split = collected(inputs, pool, [0, 2], template=STRIPPING, rewritten_history="split")
+    assert bool(split["valid"].all()) and len(split) > 6
+    judged = with_advantages(split, AlgorithmSettings(advantage="grpo"))
+    per_episode: dict[tuple[int, int], set[float]] = {}
+    for group, episode, advantage in zip(
+        *(judged[name].tolist() for name in ("group", "episode", "advantage")), strict=True
+    ):
+        per_episode.setdefault((group, episode), set()).add(round(advantage, 9))
+    assert len(per_episode) == 6 and all(len(found) == 1 for found in per_episode.values())
+    for group in (10, 12):
+        of_group = [next(iter(found)) for (number, _), found in per_episode.items() if number == group]
+        assert abs(sum(of_group)) < 1e-6, "an episode counts once in its group, however many samples it has"
+
+
+def tool_run(inputs: Path, run_dir: Path, *changes: str) -> Path:
+    pattern = "environment.tool_pattern='(?P<arguments>[0-9])'"
+    settings = train_settings(
+        inputs,
+        run_dir,
+        f"environment.tools=[{inputs}/tools.py:half]",
+        "environment.tool_format=regex",
+        pattern,
+        "environment.max_turns=3",
+        "environment.max_turn_tokens=12",
+        "environment.workers=1",
+        "environment.lockstep=true",
+        "rollout.max_response_tokens=90",
+        "batch.tokens_per_microbatch=400",
+        "batch.steps=4",
+        "checkpoint.keep_last=9",
+        *changes,
+    )
+    assert run_training(settings, resume=False) == 0
+    return run_dir
+
+
+def test_a_run_with_tools_trains_on_what_was_sampled_and_can_be_resumed(inputs: Path, tmp_path: Path) -> None:
+    run = tool_run(inputs, tmp_path / "run")
+    steps = [record["metrics"] for record in read_metrics(run) if record["kind"] == "train"]
+    assert all(metrics["sampler_gap"] < 1e-5 for metrics in steps), "sampler and trainer see the same tokens"
+    assert sum(metrics.get("tool_calls_mean", 0) for metrics in steps) > 0
+    samples = [record for record in read_samples(run) if record["tool_calls"] and record["turns"] > 1]
+    assert samples
+    for record in samples:
+        roles = [message["role"] for message in record["messages"]]
+        assert roles[:2] == ["user", "assistant"] and "tool" in roles
+        assert record["own"][0][0] == 0 and record["own"][-1][1] == len(record["response_ids"])
+        assert len(record["own"]) == record["turns"]
+    assert any(record["kind"] == "validation" for record in read_samples(run))
+    half = tmp_path / "half"
+    shutil.copytree(run, half)
+    for later in (3, 4):
+        shutil.rmtree(half / "checkpoints" / f"step-{later:06d}")
+    again = load_settings(TrainSettings, half / "settings.yaml", [f"run_dir={half}"])
+    assert run_training(again, resume=True) == 0
+    assert_same_run(run, half, only_last=True)
+
+
+def test_a_gym_run_learns_from_rewards_of_its_turns(inputs: Path, tmp_path: Path) -> None:
+    tools = ("environment.tools=[]", "environment.tool_format=hermes", "environment.tool_pattern=null")
+    rows = ("data.train.files=[]", "data.train.episodes=6", "data.validation.files=[]", "data.validation.episodes=2")
+    own = (f"environment.gym={inputs}/game.py:Gym", "reward.function=null", "batch.steps=2")
+    run = tool_run(inputs, tmp_path / "gym", *tools, *rows, *own, "algorithm.advantage=reinforce_plus_plus")
+    records = list(read_samples(run))
+    assert {record["data_source"] for record in records} == {"episodes"}
+    assert all(record["prompt"].startswith("<|im_start|>user\nbegin ") for record in records)
+    for record in records:
+        assert record["reward"] == record["parts"]["environment"]
+    train = [record for record in records if record["kind"] == "train"]
+    by_group = {record["group"]: record["prompt"] for record in train}
+    assert all(record["prompt"] == by_group[record["group"]] for record in train), "a group shares its seed"
+
+
+def test_reasoning_gym_gives_the_same_as_an_environment_and_as_a_source(inputs: Path, tmp_path: Path) -> None:
+    source = ("data.train.files=[]", "data.train.reasoning_gym=chain_sum", "data.train.size=6", "data.validation=null")
+    plain = ("reward.function=null", "batch.steps=2", "data.max_prompt_tokens=200", "batch.tokens_per_microbatch=400")
+    runs = {}
+    for name, more in {
+        "source": (),
+        "environment": ("environment.reasoning_gym=true", "environment.workers=1"),
+    }.items():
+        settings = train_settings(inputs, tmp_path / name, *source, *plain, *more)
+        assert run_training(settings, resume=False) == 0
+        runs[name] = [
+            (r["group"], r["prompt_ids"], r["response_ids"], r["reward"]) for r in read_samples(tmp_path / name)
+        ]
+    assert runs["source"] == runs["environment"]
+
+
+def test_an_evaluation_uses_the_environment(inputs: Path, tmp_path: Path) -> None:
+    settings = EvalSettings.model_validate(
+        {
+            "run_dir": str(tmp_path / "eval"),
+            "device": "cpu",
+            "model": {"path": str(inputs / "model")},
+            "data": {"validation": {"episodes": 3}, "max_prompt_tokens": 64},
+            "environment": {"gym": f"{inputs}/game.py:Gym", "workers": 1, "max_turn_tokens": 10},
+            "rollout": {"max_response_tokens": 60},
+        }
+    )
+    assert run_evaluation(settings) == 0
+    (record,) = read_metrics(tmp_path / "eval")
+    assert record["metrics"]["episodes"] == 3
