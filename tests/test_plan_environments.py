@@ -1,0 +1,83 @@
+"""Settings of environments that cannot work are refused before anything is loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from meshloom.config.load import load_settings
+from meshloom.config.settings import TrainSettings
+from meshloom.plan.build import build_plan
+from meshloom.plan.checks import check_settings
+from tests.lesson_runs import train_settings, write_inputs
+
+
+def settings(*overrides: str) -> TrainSettings:
+    files = ["data.train.files=[]", "data.train.reasoning_gym=chain_sum"]
+    return load_settings(TrainSettings, None, ["run_dir=runs/x", "model.path=m", *files, *overrides])
+
+
+TOOLS = f"environment.tools=[{__file__}:settings]"
+
+
+@pytest.mark.parametrize(
+    ("code", "overrides", "said"),
+    [
+        ("V001", ["environment.max_turns=2"], "none is given"),
+        ("V001", [TOOLS, "environment.reasoning_gym=true"], "both tools and reasoning_gym are given"),
+        ("V002", ["data.train.reasoning_gym=null", "data.train.episodes=5", TOOLS], "no environment makes one"),
+        ("V003", ["environment.gym=game"], "write it as file.py:name"),
+        ("V004", ["environment.custom=nowhere/game.py:Game"], "there is no file nowhere/game.py"),
+        ("V005", [f"environment.tools=[{__file__}:settings,{__file__}:settings]"], "two tools are called settings"),
+        ("V006", [TOOLS, "environment.tool_format=regex"], "needs environment.tool_pattern"),
+        ("V008", [TOOLS, "data.chat_template=never"], "set data.chat_template=auto"),
+        ("V009", [TOOLS, "rollout.ignore_eos=true"], "set rollout.ignore_eos=false"),
+        (
+            "V010",
+            [TOOLS, "rollout.max_response_tokens=15"],
+            "environment.max_turns=5, or rollout.max_response_tokens=22",
+        ),
+        ("V012", [TOOLS, "rollout.deadline_s=20"], "environment.step_deadline_s=10"),
+        ("V014", ["environment.reasoning_gym=true", "reward.overlong.buffer_tokens=5"], "no reward to be added to"),
+    ],
+)
+def test_what_cannot_work_is_refused(code: str, overrides: list[str], said: str) -> None:
+    problems = check_settings(settings(*overrides), 1000).problems
+    assert [problem.code for problem in problems] == [code]
+    assert said in str(problems[0])
+
+
+def test_values_that_are_suggested_work() -> None:
+    given = [TOOLS, "rollout.max_response_tokens=15"]
+    (problem,) = check_settings(settings(*given), 1000).problems
+    for suggestion in problem.suggestions:
+        assert check_settings(settings(*given, *suggestion), 1000).problems == []
+
+
+@pytest.mark.parametrize(
+    ("code", "overrides"),
+    [
+        ("V007", [TOOLS, "environment.tool_pattern=x"]),
+        ("V011", [TOOLS, "environment.max_turn_tokens=1000"]),
+        ("V013", ["environment.reasoning_gym=true", "environment.max_tool_calls=3"]),
+        ("V013", ["environment.reasoning_gym=true", "environment.max_turns=3"]),
+        ("V013", [TOOLS, "environment.arguments.size=3"]),
+    ],
+)
+def test_what_is_likely_not_meant_is_warned_about(code: str, overrides: list[str]) -> None:
+    found = check_settings(settings(*overrides), 1000)
+    assert (found.problems, [warning.code for warning in found.warnings]) == ([], [code])
+
+
+def test_an_environment_that_judges_needs_no_reward_function(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path)
+    (inputs / "game.py").write_text("")
+    rows = ("data.train.files=[]", "data.train.episodes=8", "data.validation=null", "reward.function=null")
+    given = train_settings(
+        inputs, tmp_path / "run", *rows, f"environment.gym={inputs}/game.py:make", "environment.max_turns=2"
+    )
+    plan = build_plan(given, None)
+    assert plan.problems == ()
+    assert plan.value("training rows") == 8
+    assert plan.value("reward function") == "none: the environment gives rewards"
+    (problem,) = build_plan(train_settings(inputs, tmp_path / "run", "reward.function=null"), None).problems
+    assert problem.code == "W001"
