@@ -37,6 +37,7 @@ TOOLS = f"environment.tools=[{__file__}:settings]"
             "environment.max_turns=5, or rollout.max_response_tokens=22",
         ),
         ("V012", [TOOLS, "rollout.deadline_s=20"], "environment.step_deadline_s=10"),
+        ("V015", [TOOLS, "algorithm.advantage=remax"], "no greedy episode"),
         ("V014", ["environment.reasoning_gym=true", "reward.overlong.buffer_tokens=5"], "no reward to be added to"),
     ],
 )
