@@ -81,7 +81,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["train", "run.yaml", "--optimizer.lr=1"], "overrides have the form a.b=c, without dashes"),
         (["train", "run.yaml", "other.yaml"], "more than one settings file: run.yaml, other.yaml"),
         (["train", "rum.yaml"], "files nearby: run.yaml"),
-        (["train", "run.yaml", "lr=1"], "did you mean optimizer.lr?"),
+        (["train", "run.yaml", "lr=1"], "did you mean optimizer.lr or critic.optimizer.lr?"),
         (["train", "run.yaml", "--resume", "optimizer.lr=fast"], "a number ≥ 0"),
         (["sft", "run.yaml", "rollout.stop=[a]"], "there is no key 'rollout'"),
         (["eval", "run.yaml", "batch.steps=1"], "there is no key 'batch'"),

@@ -337,7 +337,7 @@ def test_an_aborted_request_ends_and_the_others_go_on(make):
 def test_after_the_deadline_the_rest_come_unfinished(make):
     engine, _ = make("llama", max_sequences=2)
     requests = [ask(i, prompt(4), seeds=[0, 1], max_tokens=20_000 if i else 3) for i in range(3)]
-    done = collect(engine, requests, deadline_s=1.5)
+    done = collect(engine, requests, deadline_s=0.4)
     assert {done[0, i].finish for i in range(2)} == {FinishReason.LENGTH}
     assert {done[i, j].finish for i in (1, 2) for j in range(2)} == {FinishReason.DEADLINE}
     assert done[1, 0].ids and done[2, 1].ids == []

@@ -99,7 +99,7 @@ def test_a_reward_that_fails_costs_its_own_samples_only(inputs: Path, tmp_path: 
         reward(tmp_path / "faulty", FAULTY),
         f"data.train.files=[{tmp_path / 'rows.jsonl'}]",
         "data.shuffle=false",
-        "reward.deadline_s=2",
+        "reward.deadline_s=0.5",
         "reward.workers=4",
         "batch.steps=1",
         "batch.prompts_per_step=8",
@@ -408,7 +408,7 @@ def test_groups_that_miss_the_deadline_are_tried_once_more_and_then_dropped(inpu
 
         def decode(samples: Sequence[Sequence[int]]) -> list[str]:
             if next(read) in places:
-                time.sleep(6.1)
+                time.sleep(2.1)
             return first(samples)
 
         return decode
@@ -423,7 +423,7 @@ def test_groups_that_miss_the_deadline_are_tried_once_more_and_then_dropped(inpu
             samples_per_prompt=3,
             seed=3,
             decode_at_once=1,
-        ).collect(draws, deadline_s=6.0, clock=PhaseClock())
+        ).collect(draws, deadline_s=2.0, clock=PhaseClock())
 
     with RewardPool(settings.reward) as pool:
         undisturbed = collect(pool, first)

@@ -84,7 +84,8 @@ def test_the_room_imports_without_torch():
 
 def test_names_are_explained():
     assert all(metric.label and metric.meaning.endswith(".") for metric in METRICS.values())
-    assert list(PHASES) == ["generate", "score", "log_prob", "reference", "update", "sync", "validate", "save"]
+    judging, learning = ["log_prob", "reference", "values"], ["critic", "update"]
+    assert list(PHASES) == ["generate", "score", *judging, *learning, "sync", "validate", "save"]
 
 
 def test_numbers_are_short():

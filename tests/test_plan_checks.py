@@ -6,7 +6,7 @@ import pytest
 
 from meshloom.config.errors import UserError
 from meshloom.config.load import dump_yaml, load_settings
-from meshloom.config.names import GREEDY_ADVANTAGES, REFUSED_ADVANTAGES, Advantage
+from meshloom.config.names import GREEDY_ADVANTAGES, Advantage
 from meshloom.config.problems import Problem
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan import build_plan
@@ -72,7 +72,6 @@ def test_the_longest_sample_must_fit_a_microbatch(kind: type, response: str) -> 
     ("code", "overrides", "said"),
     [
         ("A001", ["algorithm.advantage=gpro"], "did you mean grpo?"),
-        ("A002", ["algorithm.advantage=gae"], "needs a critic"),
         ("A003", ["algorithm.policy_loss=pppo"], "did you mean ppo?"),
         ("A004", ["algorithm.kl_estimator=k4"], "k1, abs, k2, k3, k1+, abs+, k2+, k3+"),
         ("A005", ["algorithm.reduction=seq-mean-token-sum-norm"], "needs algorithm.reduction_constant"),
@@ -145,13 +144,13 @@ def test_missing_data_files_are_named_with_those_nearby(tmp_path: Path, monkeypa
 
 def test_everything_is_told_at_once() -> None:
     given = settings(
-        TrainSettings, "algorithm.advantage=gae", "batch.prompts_per_update=5", "rollout.sampling.temperature=0"
+        TrainSettings, "algorithm.advantage=gpro", "batch.prompts_per_update=5", "rollout.sampling.temperature=0"
     )
     plan = build_plan(given, 1000)
     with pytest.raises(UserError) as caught:
         plan.require()
     message = str(caught.value)
-    for code in ("A002", "B001", "R001", "M001"):
+    for code in ("A001", "B001", "R001", "M001"):
         assert f"[{code}]" in message
     assert "train runs/a: 4 problems" in message
 
@@ -168,7 +167,7 @@ def test_the_accepted_names_are_those_of_the_algorithms_and_verifiers() -> None:
     from meshloom.config.names import FIXED_REDUCTIONS, KlEstimator, PolicyLoss, Verifier
     from meshloom.rewards.verifiers import VERIFIERS
 
-    assert set(map(str, Advantage)) == set(ADVANTAGES) - set(REFUSED_ADVANTAGES)
+    assert set(map(str, Advantage)) == set(ADVANTAGES)
     assert {name for name in ADVANTAGES if ADVANTAGES[name].needs_greedy} == GREEDY_ADVANTAGES
     assert set(map(str, PolicyLoss)) == set(POLICY_LOSSES)
     assert set(map(str, Verifier)) == set(VERIFIERS)

@@ -107,7 +107,7 @@ def test_updates_that_do_not_divide_a_step_are_refused_with_values_on_either_sid
         ("batch.tokens_per_microbatch=600",),
         ("batch.tokens_per_microbatch=300", "cluster.devices_per_node=4", "parallel.actor.sequence=2"),
         ("algorithm.advantage=grop",),
-        ("algorithm.advantage=gae",),
+        ("algorithm.advantage=gae", "critic.tokens_per_microbatch=100"),
         ("algorithm.policy_loss=ppoo", "algorithm.kl_estimator=k9"),
         ("algorithm.reduction=seq-mean-token-sum-norm",),
         ("rollout.sampling.temperature=0",),

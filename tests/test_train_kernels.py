@@ -137,7 +137,7 @@ def test_a_model_trains_through_the_fused_head_as_through_whole_logits(
         use_layouts(module)
         model = trained(module.to(DEVICE), 100)
         if head is not None:
-            monkeypatch.setattr("meshloom.train.model.logprobs_and_entropy", head)
+            monkeypatch.setattr("meshloom.train.head.logprobs_and_entropy", head)
         model.forward_backward(make_samples(), weighted, temperature=1.0)
         models.append(model)
     plain, ours = ({name: m.grad for name, m in model.optimizer.masters.items()} for model in models)

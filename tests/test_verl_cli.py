@@ -108,7 +108,7 @@ def test_a_command_that_can_run_ends_with_0_and_says_what_it_comes_to(capsys: py
 @pytest.mark.parametrize(
     ("more", "key"),
     [
-        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator"),
+        ("algorithm.adv_estimator=gdpo", "algorithm.adv_estimator"),
         ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name"),
         ("actor_rollout_ref.rollout.nn=4", "actor_rollout_ref.rollout.nn"),
         ("trainer.experiment_name=$NAME", "trainer.experiment_name"),

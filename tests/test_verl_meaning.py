@@ -171,6 +171,24 @@ MEANING = [
     ("rollout.vllm.arguments.swap", 4, [f"+{ROLLOUT}.engine_kwargs.vllm.swap=4"]),
     ("rollout.engine", "torch", [f"{ROLLOUT}.name=hf"]),
     ("seed", 7, ["data.seed=7"]),
+    ("algorithm.lam", 0.95, ["algorithm.adv_estimator=gae", "algorithm.lam=0.95"]),
+    ("critic.optimizer.lr", 1e-5, ["algorithm.adv_estimator=gae"]),
+    ("critic.optimizer.lr", 2e-5, ["algorithm.adv_estimator=gae", "critic.optim.lr=2e-5"]),
+    ("critic.optimizer.max_grad_norm", 2.0, ["algorithm.adv_estimator=gae", "critic.grad_clip=2.0"]),
+    ("critic.value_clip", 0.2, ["algorithm.adv_estimator=gae", "critic.cliprange_value=0.2"]),
+    ("critic.model", "c", ["algorithm.adv_estimator=gae", "critic.model.path=c"]),
+    ("critic.warmup_steps", 19, ["algorithm.adv_estimator=gae", "trainer.critic_warmup=20"]),
+    ("critic.warmup_steps", 0, ["algorithm.adv_estimator=gae", "trainer.critic_warmup=1"]),
+    (
+        "critic.tokens_per_microbatch",
+        9000,
+        [
+            "algorithm.adv_estimator=gae",
+            "critic.use_dynamic_bsz=True",
+            "critic.ppo_max_token_len_per_gpu=9000",
+        ],
+    ),
+    ("offload.critic.optimizer", "host", ["algorithm.adv_estimator=gae", "critic.fsdp.optimizer_offload=True"]),
 ]
 
 
@@ -200,9 +218,11 @@ def test_a_key_means_what_it_means_in_verl(path: str, value: Any, overrides: lis
 
 
 REFUSED = [
-    ("algorithm.adv_estimator", "needs a critic", ["algorithm.adv_estimator=gae"]),
     ("algorithm.adv_estimator", "grpo, rloo", ["algorithm.adv_estimator=gdpo"]),
-    ("critic.optim.lr", "no critic yet", ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-5"]),
+    ("critic.ppo_epochs", "the actor's updates", ["algorithm.adv_estimator=gae", "critic.ppo_epochs=2"]),
+    ("critic.model.lora_rank", "without adapters", ["algorithm.adv_estimator=gae", "critic.model.lora_rank=8"]),
+    ("critic.enable", "asks a critic", ["algorithm.adv_estimator=gae", "critic.enable=False"]),
+    ("critic.enable", "asks no critic", ["critic.enable=True"]),
     (f"{ROLLOUT}.name", f"{ROLLOUT}.name=vllm", [f"{ROLLOUT}.name=sglang"]),
     (f"{ACTOR}.policy_loss.loss_mode", "vanilla, gspo", [f"{ACTOR}.policy_loss.loss_mode=clip_cov"]),
     ("algorithm.use_kl_in_reward", "enters once", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"]),

@@ -38,6 +38,7 @@ class Advantage(StrEnum):
     GPG = "gpg"
     GRPO_PASSK = "grpo_passk"
     REMAX = "remax"
+    GAE = "gae"
 
 
 class PolicyLoss(StrEnum):
@@ -80,11 +81,11 @@ class Verifier(StrEnum):
     CODE = "code"
 
 
-REFUSED_ADVANTAGES = {"gae": "needs a critic"}
-"""Estimators whose inputs a run does not produce, and why."""
-
 GREEDY_ADVANTAGES = frozenset({Advantage.REMAX})
 """Estimators that need the reward of a greedy sample of each prompt."""
+
+VALUE_ADVANTAGES = frozenset({Advantage.GAE})
+"""Estimators that ask a critic for values."""
 
 GROUP_ADVANTAGES = frozenset(
     {

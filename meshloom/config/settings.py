@@ -24,6 +24,7 @@ from meshloom.config.cluster_settings import (
 )
 from meshloom.config.code_settings import CodeSettings
 from meshloom.config.correction_settings import CorrectionSettings
+from meshloom.config.critic_settings import CriticSettings
 from meshloom.config.episode_settings import EnvironmentSettings
 from meshloom.config.group_settings import FilterGroupsSettings
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
@@ -232,6 +233,7 @@ class TrainSettings(RunSettings):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     batch: BatchSettings = BatchSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
+    critic: CriticSettings = CriticSettings()
     validation: ValidationSettings = ValidationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()

@@ -77,7 +77,12 @@ def find_checkpoint(settings: S) -> tuple[Path | None, S]:
 
 
 def open_session(
-    settings: TrainSettings | SftSettings, plan: Plan, model: TrainedModel, *, resume: bool, cut: Cut | None
+    settings: TrainSettings | SftSettings,
+    plan: Plan,
+    model: TrainedModel,
+    *more: TrainedModel,
+    resume: bool,
+    cut: Cut | None,
 ) -> Session:
     """Take the run folder and begin: the first moment at which anything is written.
 
@@ -88,6 +93,7 @@ def open_session(
         settings: of the run.
         plan: of the run.
         model: that checkpoints will hold.
+        more: further models that they will hold.
         resume: whether the folder has a run already.
         cut: the checkpoint resumed from.
 
@@ -95,7 +101,7 @@ def open_session(
         UserError: if the disk has no room for a checkpoint, or the folder cannot be taken.
     """
     machine = describe_device(pick_device(settings.device))
-    return open_run(settings, plan, snapshot_bytes(model), machine, resume=resume, cut=cut)
+    return open_run(settings, plan, sum(map(snapshot_bytes, (model, *more))), machine, resume=resume, cut=cut)
 
 
 def open_run(
@@ -247,16 +253,16 @@ def check_engine(rollout: RolloutSettings) -> None:
         check_vllm(rollout.vllm.arguments)
 
 
-def require_vocabulary(model: TrainedModel, samples: Iterable[Sequence[int]]) -> None:
-    """Check that the model has every token of the data.
+def require_vocabulary(model: TrainedModel, samples: Iterable[Sequence[int]], setting: str = "model.path") -> None:
+    """Check that the model, which a setting names, has every token of the data.
 
     Raises:
         UserError: if the tokenizer gives tokens that the model does not have.
     """
-    require_tokens(len(plain_model(model.module).get_input_embeddings().weight), samples)
+    require_tokens(len(plain_model(model.module).get_input_embeddings().weight), samples, setting)
 
 
-def require_tokens(rows: int, samples: Iterable[Sequence[int]]) -> None:
+def require_tokens(rows: int, samples: Iterable[Sequence[int]], setting: str = "model.path") -> None:
     """The same for a model of so many tokens that is somewhere else.
 
     Raises:
@@ -265,7 +271,7 @@ def require_tokens(rows: int, samples: Iterable[Sequence[int]]) -> None:
     if (highest := max(map(max, samples))) >= rows:
         raise UserError(
             f"the tokenizer gives token {highest}, the model has {rows} tokens, counted from 0",
-            where="model.path",
+            where=setting,
             fix="use the tokenizer the model was made with, or resize the model's embeddings",
         )
 

@@ -34,6 +34,7 @@ from meshloom.loop.build import (
     texts_decoder,
 )
 from meshloom.loop.control import ControlLoop
+from meshloom.loop.critic_role import critic_bound, critic_model_settings
 from meshloom.loop.environments import open_environments, open_scorer, run_prompts, unseen_tools
 from meshloom.loop.isolation import check_isolation, tell_isolation
 from meshloom.loop.model_role import RemoteModel, RemoteReference, Sharing
@@ -53,7 +54,7 @@ from meshloom.plan.lag import steps_ahead
 from meshloom.plan.layout import Layout, RoleLayout, share_devices
 from meshloom.plan.model_folder import read_model_folder
 from meshloom.plan.parameters import UnknownFamily, count_parameters
-from meshloom.plan.placement import Role
+from meshloom.plan.placement import Role, has_critic
 from meshloom.rollout.vllm_build import require_vllm
 from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
 
@@ -79,6 +80,8 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
     """
     settings = carried.settings
     check_model_folder(settings.model.path)
+    if has_critic(settings):
+        check_model_folder(critic_model_settings(settings).path, "critic.model")
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
     check_own(settings.algorithm)
@@ -112,6 +115,7 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
         found = Roles(
             actor=roles.actor,
             reference=roles.reference(),
+            critic=roles.critic,
             engine=engine,
             collector=build_collector(settings, engine, pool, tokenizer, prompts, environments),
             validator=build_validator(settings, engine, pool, tokenizer, held_out, environments) if held_out else None,
@@ -134,8 +138,10 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
             tokenizer,
             plan.updates,
             RemoteResidents(roles.models, session.folder.log_memory),
-            actor_group=roles.actor.group,
+            plan.critic_updates,
+            trained_group=roles.trained,
             background=None if roles.takes_turns else resources.enter_context(_background(settings)),
+            beside=resources.enter_context(_background(settings)) if roles.critic_is_apart else None,
         )
         if saved is not None:
             stage.replay = saved_jobs(saved, settings, session.display.notice)
@@ -251,8 +257,10 @@ class _Ranks:
         self._reference = layout.role(Role.REFERENCE)
         self.takes_turns = share_devices(self._actor, self._rollout)
         self.actor = RemoteModel(self._group(self._actor), self._sharing(self._actor, backward=True))
-        of_models = {rank for found in (self._actor, self._reference) if found is not None for rank in found.devices}
-        self.models = WorkerGroup(workers, GroupLayout.data_parallel(sorted(of_models)), WorkerHost)
+        critic = layout.role(Role.CRITIC)
+        self.critic = None if critic is None else self._remote_critic(critic)
+        self.critic_is_apart = critic is not None and not share_devices(critic, self._actor)
+        self.models, self.trained = self._all(self._actor, self._reference, critic), self._all(self._actor, critic)
         self._vocabulary = 0
 
     @property
@@ -262,7 +270,7 @@ class _Ranks:
         return [seat.rank for seat in self._workers.seats if seat.rank not in generating]
 
     def build(self, checkpoint: Path | None, cut: Cut | None, samples: Sequence[Sequence[int]]) -> int:
-        """Build all models; about what a checkpoint of the actor takes, in bytes.
+        """Build all models; about what a checkpoint takes, in bytes.
 
         Args:
             checkpoint: that the run goes on from.
@@ -277,11 +285,16 @@ class _Ranks:
             "layout": self._layout,
             "checkpoint": None if checkpoint is None else checkpoint.absolute(),
             "updates": 0 if cut is None else cut.values["version"],
+            "critic_updates": 0 if cut is None else cut.values["algorithm"]["critic_updates"],
         }
         self._workers.call("build", arguments, phase="start", deadline_s=BUILD_S)
-        told = self.actor.group.call("facts", phase="start", deadline_s=ASK_S)
+        told = self.actor.group.call("facts", {"role": Role.ACTOR}, phase="start", deadline_s=ASK_S)
         self._vocabulary = max(facts.vocabulary for facts in told)
         require_tokens(self._vocabulary, samples)
+        if self.critic is not None:
+            of_critic = self.critic.group.call("facts", {"role": Role.CRITIC}, phase="start", deadline_s=ASK_S)
+            require_tokens(max(facts.vocabulary for facts in of_critic), samples, "critic.model")
+            told = [*told, *of_critic]
         return sum(facts.checkpoint_bytes for facts in told)
 
     def engine(self) -> RemoteEngine:
@@ -310,6 +323,18 @@ class _Ranks:
         group = self._group(self._reference)
         return RemoteReference(group, Role.REFERENCE, self._sharing(self._reference, backward=False))
 
+    def _remote_critic(self, found: RoleLayout) -> RemoteModel:
+        settings = self._settings
+        tokens = critic_bound(settings).tokens
+        path = critic_model_settings(settings).path
+        sharing = sharing_of(settings, found, backward=True, tokens=tokens, path=path)
+        return RemoteModel(self._group(found), sharing, Role.CRITIC)
+
+    def _all(self, *roles: RoleLayout | None) -> WorkerGroup:
+        """All ranks of roles, each by itself."""
+        ranks = {rank for found in roles if found is not None for rank in found.devices}
+        return WorkerGroup(self._workers, GroupLayout.data_parallel(sorted(ranks)), WorkerHost)
+
     def _group(self, found: RoleLayout) -> WorkerGroup:
         ranks = GroupLayout.of_mesh(ranks_of(found), found.mesh.axes, DATA_AXES)
         return WorkerGroup(self._workers, ranks, WorkerHost)
@@ -318,17 +343,26 @@ class _Ranks:
         return sharing_of(self._settings, found, backward=backward)
 
 
-def sharing_of(settings: TrainSettings | SftSettings, found: RoleLayout, *, backward: bool) -> Sharing:
+def sharing_of(
+    settings: TrainSettings | SftSettings,
+    found: RoleLayout,
+    *,
+    backward: bool,
+    tokens: int | None = None,
+    path: str | None = None,
+) -> Sharing:
     """How samples are shared out over a role's replicas. Ranks that split sequences hold a microbatch's tokens each.
 
     Args:
         settings: of the run.
         found: the role on its devices.
         backward: whether its passes are those of training.
+        tokens: of a microbatch, if it is not ``batch.tokens_per_microbatch``.
+        path: folder of its model, if it is not ``model.path``.
     """
-    tokens = settings.batch.tokens_per_microbatch * found.mesh.size("sp")
+    tokens = (tokens or settings.batch.tokens_per_microbatch) * found.mesh.size("sp")
     try:
-        numbers = count_parameters(read_model_folder(Path(settings.model.path)).text_config)
+        numbers = count_parameters(read_model_folder(Path(path or settings.model.path)).text_config)
     except UnknownFamily:
         return Sharing(tokens_per_microbatch=tokens)
     cost = pass_cost(numbers, backward=backward)

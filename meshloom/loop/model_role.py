@@ -49,23 +49,30 @@ class RemoteModel:
     Args:
         group: its ranks.
         sharing: how samples go to its replicas.
+        role: whose model it is: the actor's, or the critic's.
     """
 
     group: WorkerGroup
     sharing: Sharing
+    role: Role = Role.ACTOR
 
-    def forward(self, samples: Samples, *, temperature: float, adapters: bool = True) -> tuple[Tensor, Tensor]:
+    def forward(self, samples: Samples, *, temperature: float = 1.0, adapters: bool = True) -> tuple[Tensor, ...]:
         """As ``TrainedModel.forward``."""
-        return asked(self.group, Role.ACTOR, self.sharing, samples, temperature=temperature, adapters=adapters)
+        return asked(self.group, self.role, self.sharing, samples, temperature=temperature, adapters=adapters)
 
-    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float) -> dict[str, Any]:
+    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float = 1.0) -> dict[str, Any]:
         """As ``TrainedModel.forward_backward``; ``loss`` travels, so it is a record of this package."""
         parts = self.sharing.parts(samples, self.group.layout.num_parts)
         plain = replace(samples, meta={})
         reports = self.group.call(
             "forward_backward",
-            {"samples": [plain.select(part) for part in parts], "loss": loss, "temperature": temperature},
-            phase="update",
+            {
+                "samples": [plain.select(part) for part in parts],
+                "role": self.role,
+                "loss": loss,
+                "temperature": temperature,
+            },
+            phase=self._phase,
             deadline_s=COMPUTE_DEADLINE_S,
         )
         return merged(reports)
@@ -73,8 +80,15 @@ class RemoteModel:
     def optim_step(self, total_updates: int) -> StepStats:
         """As ``TrainedModel.optim_step``."""
         return self.group.call(
-            "optim_step", {"total_updates": total_updates}, phase="update", deadline_s=COMPUTE_DEADLINE_S
+            "optim_step",
+            {"role": self.role, "total_updates": total_updates},
+            phase=self._phase,
+            deadline_s=COMPUTE_DEADLINE_S,
         )
+
+    @property
+    def _phase(self) -> str:
+        return "critic" if self.role is Role.CRITIC else "update"
 
     def take_utilization(self, seconds: float) -> dict[str, float]:
         """As ``TrainedModel.take_utilization``: the mean over the ranks."""
@@ -105,8 +119,8 @@ class RemoteReference:
 
 def asked(
     group: WorkerGroup, role: Role, sharing: Sharing, samples: Samples, *, temperature: float, adapters: bool
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [T] that the replicas of a model give."""
+) -> tuple[Tensor, ...]:
+    """What the replicas of a model say of samples, [T]: log-probabilities and entropies, or a critic's values."""
     parts = sharing.parts(samples, group.layout.num_parts)
     plain = Samples(samples.lengths, {name: samples.tokens[name] for name in ("ids", "mask")})
     found = group.call(
@@ -117,11 +131,11 @@ def asked(
             "temperature": temperature,
             "adapters": adapters,
         },
-        phase="log-prob",
+        phase="values" if role is Role.CRITIC else "log-prob",
         deadline_s=COMPUTE_DEADLINE_S,
     )
     together = in_order(samples, parts, found)
-    return together["logprob"], together["entropy"]
+    return tuple(together[name] for name in (("value",) if role is Role.CRITIC else ("logprob", "entropy")))
 
 
 def in_order(samples: Samples, parts: Sequence[Sequence[int]], found: Sequence[dict[str, Tensor]]) -> Samples:

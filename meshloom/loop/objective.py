@@ -49,8 +49,8 @@ def with_advantages(
 ) -> Samples:
     """The batch with ``advantages`` for each token and ``advantage`` (their mean) for each sample.
 
-    Reads ``reward``, ``valid``, ``group`` and, where there are such, ``greedy_reward`` and ``turn_reward``. An episode of
-    several samples is judged as one.
+    Reads ``reward``, ``valid``, ``group`` and, where there are such, ``greedy_reward``, ``turn_reward`` and a critic's ``values``,
+    with which come ``returns``. An episode of several samples is judged as one.
 
     Args:
         samples: of the step.
@@ -71,14 +71,17 @@ def with_advantages(
         group_S=samples["group"],
         valid_S=samples["valid"],
         greedy_reward_S=samples.rows.get("greedy_reward"),
+        values_T=samples.tokens.get("values"),
         gamma=settings.gamma,
         lam=settings.lam,
         normalize_by_std=settings.normalize_by_std,
     )
-    advantages_T = ADVANTAGES.find(settings.advantage)(inputs).advantages_T
-    sums_S = sample_sums(torch.where(mask_T, advantages_T, 0.0), own.lengths)
+    found = ADVANTAGES.find(settings.advantage)(inputs)
+    sums_S = sample_sums(torch.where(mask_T, found.advantages_T, 0.0), own.lengths)
     mean_S = sums_S / sample_counts(mask_T, own.lengths).clamp(min=1)
-    return own.with_tokens(advantages=advantages_T).with_rows(advantage=mean_S)
+    own = own.with_tokens(advantages=found.advantages_T).with_rows(advantage=mean_S)
+    needs_critic = inputs.values_T is not None and found.returns_T is not None
+    return own.with_tokens(returns=found.returns_T) if needs_critic else own
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ whose class this is; where engine and trainer share devices they take turns as i
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
 from meshloom.loop.model_role import COMPUTE_DEADLINE_S
-from meshloom.loop.rl import RLStage, as_groups
+from meshloom.loop.rl import Lesson, RLStage, as_groups
 from meshloom.loop.stage import Attempt, Draw, Group, Job
 from meshloom.observe.timing import PhaseClock
+from meshloom.plan.residency import Phase
 from meshloom.samples import Samples
 from meshloom.train.shared_files import Spec, create
 
@@ -52,12 +53,14 @@ class RemoteStage(RLStage):
     """The roles of a run on many devices.
 
     Args:
-        actor_group: ranks of the model that is trained.
+        trained_group: ranks of the models that are trained.
         background: runs rollouts; none where engine and trainer take turns.
+        beside: runs the critic's updates while the actor's are on; none where both share devices.
     """
 
-    actor_group: WorkerGroup | None = None
+    trained_group: WorkerGroup | None = None
     background: ThreadPoolExecutor | None = None
+    beside: ThreadPoolExecutor | None = None
 
     def begin_rollout(self, draws: Sequence[Draw], version: int) -> Job[Samples]:
         """A rollout of one group for each draw: it begins now if the engine has devices of its own."""
@@ -66,19 +69,31 @@ class RemoteStage(RLStage):
         collect, deadline_s = self.roles.collector.attempt, self.settings.rollout.deadline_s
         return StartedJob(self, self.background.submit(collect, draws, deadline_s=deadline_s, clock=PhaseClock()))
 
+    def learn(self, batch: Samples, version: int) -> Lesson:
+        """The updates of a step; the critic's and the actor's at once, where they have devices of their own."""
+        if self.beside is None:
+            return super().learn(batch, version)
+        updates = self.updates(batch)
+        with self.session.clock.phase("update"):
+            self.enter(Phase.UPDATE)
+        values = self.beside.submit(self.value_updates, updates)
+        lesson = self.policy_updates(updates, version)
+        with self.session.clock.phase("critic"):
+            return replace(lesson, critic=values.result())
+
     def snapshot(self) -> "RemoteSnapshot":
-        """The actor as it is now, copied by each rank to its host's memory."""
-        return snapshot_of(self.actor_group, self.tokenizer)
+        """The models that are trained as they are now, copied by each rank to its host's memory."""
+        return snapshot_of(self.trained_group, self.tokenizer)
 
 
 @dataclass(frozen=True)
 class RemoteSnapshot:
-    """A model between two steps, in the memory of its ranks' hosts.
+    """Models between two steps, in the memory of their ranks' hosts.
 
     Args:
-        group: its ranks.
+        group: their ranks.
         files: whole tensors, by file and name.
-        tokenizer: written beside the model.
+        tokenizer: written beside each model.
     """
 
     group: WorkerGroup
@@ -99,7 +114,8 @@ class RemoteSnapshot:
         for name, specs in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             create(folder / name, specs)
-        self.tokenizer.save_pretrained((folder / next(iter(self.files))).parent)
+        for of_model in {(folder / name).parent for name in self.files} - {folder}:
+            self.tokenizer.save_pretrained(of_model)
         self.group.call("write_snapshot", {"folder": folder.absolute()}, phase="save", deadline_s=_SAVE_DEADLINE_S)
         while not all(self.group.call("snapshot_written", phase="save", deadline_s=_SAVE_DEADLINE_S)):
             time.sleep(_LOOK_S)

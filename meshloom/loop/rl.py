@@ -1,12 +1,13 @@
 """The stage of a reinforcement-learning run in one process.
 
-One program over four roles, like the paper's: the rollout samples groups of responses, rewards judge them, advantages
-compare them, the actor learns. ``loop.control`` says what comes after what. The engine and the trainer take turns: a rollout
-that was begun generates when it is collected. Refuses to know: devices, processes, files, how anything is computed.
+One program over a few roles, like the paper's: the rollout samples groups of responses, rewards judge them, a critic says what
+was expected where an estimator asks it, advantages compare, critic and actor learn. ``loop.control`` says what comes after
+what. The engine and the trainer take turns: a rollout that was begun generates when it is collected. Refuses to know: devices,
+processes, files, how anything is computed.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from meshloom.loop.spread import ShortWatch, sifted_metrics, spread_of
 from meshloom.loop.stage import Attempt, Draw, Group, Job, Progress, Spread, StepDone
 from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
+from meshloom.loop.value_objective import ValueLesson, ValueObjective, value_metrics
 from meshloom.plan.residency import Phase
 from meshloom.plan.role_numbers import computes_old_logprobs
 from meshloom.rollout.protocol import Engine
@@ -35,15 +37,16 @@ from meshloom.samples.store import from_parts, to_parts
 from meshloom.train.model import TrainedModel
 from meshloom.train.optimizer import StepStats
 from meshloom.train.reference import Reference
-from meshloom.train.snapshot import ModelSnapshot
+from meshloom.train.snapshot import ModelSnapshot, ModelSnapshots
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """Who does what. The reference and the validator are there where the settings ask for them."""
+    """Who does what. The reference, the critic and the validator are there where the settings ask for them."""
 
     actor: TrainedModel
     reference: Reference | None
+    critic: TrainedModel | None = None
     engine: Engine
     collector: Collector
     validator: Validator | None
@@ -53,6 +56,8 @@ class Roles:
         found = {"actor": self.actor}
         if self.reference is not None and self.reference.model is not self.actor:
             found["reference"] = self.reference.model
+        if self.critic is not None:
+            found["critic"] = self.critic
         return found
 
     def check(self) -> None:
@@ -64,10 +69,11 @@ class Roles:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the updates of a step reported, and what their optimizer steps did."""
+    """What the updates of a step reported, and what their optimizer steps did; and the same of the critic."""
 
     updates: list[dict[str, Any]]
     steps: list[StepStats]
+    critic: ValueLesson = ValueLesson((), ())
 
     @property
     def num_updates(self) -> int:
@@ -100,7 +106,9 @@ class RLStage:
         session: its frame.
         roles: who does what.
         tokenizer: saved with the model.
-        total_updates: of the whole run.
+        total_updates: of the actor, in the whole run.
+        critic_updates: of the critic, in the whole run.
+        critic_updates_done: of them, so far.
         residents: who is where in a phase.
         step: steps done.
         await_compiler: called before the trainer's first pass, at least.
@@ -113,6 +121,8 @@ class RLStage:
     tokenizer: Any
     total_updates: int
     residents: Residents
+    critic_updates: int = 0
+    critic_updates_done: int = 0
     step: int = 0
     await_compiler: Callable[[], None] = lambda: None
     replay: Callable[[Sequence[Draw]], Job[Samples]] | None = None
@@ -137,7 +147,7 @@ class RLStage:
         return TakenTurn(self, draws) if self.replay is None else self.replay(draws)
 
     def judge(self, groups: Sequence[Group[Samples]]) -> Samples:
-        """Log-probs where the algorithm needs them before the update, and advantages."""
+        """Log-probs and values where the algorithm needs them before the update, and advantages."""
         self.roles.engine.sleep()
         batch = concat([group.content for group in groups])
         self.components.look(batch)
@@ -160,6 +170,10 @@ class RLStage:
                 batch = batch.with_tokens(
                     reference_logprob=self.roles.reference.logprobs(batch, temperature=temperature)
                 )
+        if self.roles.critic is not None:
+            with self.session.clock.phase("values"):
+                self.enter(Phase.VALUES)
+                batch = batch.with_tokens(values=self.roles.critic.forward(batch)[0])
         if algorithm.proximal == "sampler":
             batch = batch.with_tokens(old_logprob=batch["sampler_logprob"])
         kl_T = reward_divergence(batch, algorithm)
@@ -172,18 +186,39 @@ class RLStage:
         return batch
 
     def learn(self, batch: Samples, version: int) -> Lesson:
-        """The updates of a step."""
+        """The updates of a step: the critic's, then the actor's, which has none while the critic warms up."""
+        updates = self.updates(batch)
+        if self.roles.critic is None:
+            return self.policy_updates(updates, version)
+        with self.session.clock.phase("critic"):
+            self.enter(Phase.UPDATE)
+            values = self.value_updates(updates)
+        return replace(self.policy_updates(updates, version), critic=values)
+
+    def policy_updates(self, updates: Sequence[Samples], version: int) -> Lesson:
+        """The actor's updates of a step, on weights of ``version``."""
         lesson = Lesson([], [])
+        if self.roles.critic is not None and self.step < self.settings.critic.warmup_steps:
+            return lesson
         with self.session.clock.phase("update"):
             self.enter(Phase.UPDATE)
             self.await_compiler()
-            for update in self.updates(batch):
+            for update in updates:
                 objective = PolicyObjective.of(update, self.settings.algorithm, version)
                 temperature = self.settings.rollout.sampling.temperature
                 lesson.updates.append(self.roles.actor.forward_backward(update, objective, temperature=temperature))
                 self._check_gap(lesson.updates)
                 lesson.steps.append(self.roles.actor.optim_step(self.total_updates))
         return lesson
+
+    def value_updates(self, updates: Sequence[Samples]) -> ValueLesson:
+        """The critic's updates of a step: as many as the actor has, or would have but for the warm-up."""
+        reports, steps = [], []
+        for update in updates:
+            reports.append(self.roles.critic.forward_backward(update, ValueObjective.of(update, self.settings)))
+            steps.append(self.roles.critic.optim_step(self.critic_updates))
+        self.critic_updates_done += len(steps)
+        return ValueLesson(reports, steps)
 
     def sync(self, version: int) -> None:
         """The engine gets the weights."""
@@ -213,6 +248,7 @@ class RLStage:
             metrics |= update_metrics(done.learned.updates)
             metrics["grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)
             metrics["learning_rate"] = steps[-1].learning_rate
+        metrics |= value_metrics(batch) | done.learned.critic.metrics()
         metrics |= {
             "updates": done.version,
             "weights_version": done.version,
@@ -255,20 +291,22 @@ class RLStage:
 
     def state(self) -> dict[str, Any]:
         """What of the algorithm a checkpoint holds beside the model: JSON values."""
-        return {"kl_coefficient": self.kl_weight.coefficient, "own": self.own}
+        state = {"kl_coefficient": self.kl_weight.coefficient, "own": self.own}
+        return {**state, "critic_updates": self.critic_updates_done}
 
     def load(self, cut: Cut) -> None:
         """Stand where a run was saved."""
         self.step = cut.values["step"]
         kept = cut.values["algorithm"]
-        self.kl_weight.coefficient = kept["kl_coefficient"]
+        self.kl_weight.coefficient, self.critic_updates_done = kept["kl_coefficient"], kept["critic_updates"]
         for name in (name for name, digest in kept["own"].items() if self.own.get(name) != digest):
             text = f"warning: the file of algorithm.{name} has changed since the checkpoint: this run does not repeat itself"
             self.session.display.notice(text)
 
     def snapshot(self) -> Snapshot:
-        """The actor as it is now."""
-        return ModelSnapshot.take(self.roles.actor, self.tokenizer)
+        """The actor and the critic as they are now."""
+        trained = [model for model in (self.roles.actor, self.roles.critic) if model is not None]
+        return ModelSnapshots([ModelSnapshot.take(model, self.tokenizer) for model in trained])
 
     def _check_gap(self, reports: list[dict[str, Any]]) -> None:
         bound = self.settings.algorithm.max_sampler_gap
@@ -301,7 +339,7 @@ def oldest_version(group: Samples) -> int:
 
 
 def cut_of(progress: Progress, waiting: Sequence[Group[Samples]], algorithm: dict[str, Any]) -> Cut:
-    """What a checkpoint holds of a run besides its model: where it stands, the groups that wait, the algorithm's own state."""
+    """What a checkpoint holds of a run besides its models: where it stands, the groups that wait, the algorithm's own state."""
     groups = [group.content for group in waiting]
     tensors, meta = to_parts(concat(groups)) if groups else ({}, {})
     values = {

@@ -69,7 +69,7 @@ def run_sft_over_devices(settings: SftSettings, layout: Layout, *, resume: bool)
         arguments = {"settings": settings, "layout": layout, "checkpoint": where, "updates": updates}
         workers.call("build", arguments, phase="start", deadline_s=BUILD_S)
         model = _model(settings, layout, workers)
-        facts = model.group.call("facts", phase="start", deadline_s=ASK_S)
+        facts = model.group.call("facts", {"role": Role.ACTOR}, phase="start", deadline_s=ASK_S)
         require_tokens(max(each.vocabulary for each in facts), [example.ids for example in examples])
         described, size = told[0].described, sum(each.checkpoint_bytes for each in facts)
         session = resources.enter_context(open_run(settings, plan, size, described, resume=resume, cut=cut))

@@ -27,6 +27,7 @@ from meshloom.loop.build import (
     texts_decoder,
 )
 from meshloom.loop.control import ControlLoop
+from meshloom.loop.critic_role import build_critic, critic_model_settings
 from meshloom.loop.environments import open_environments, open_scorer, run_prompts, unseen_tools
 from meshloom.loop.episodes import Environments
 from meshloom.loop.isolation import check_isolation, tell_isolation
@@ -41,7 +42,7 @@ from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.plan.auto import arranged
 from meshloom.plan.carried_out import carried_out
-from meshloom.plan.placement import Role
+from meshloom.plan.placement import Role, has_critic
 from meshloom.plan.residency import Phase
 from meshloom.plan.stays import Part, stays
 from meshloom.rewards.combined import Scorer
@@ -75,6 +76,8 @@ def run_training(
         return run_over_devices(carried, resume=resume, only_rollout=only_rollout)
     settings = carried.settings
     check_model_folder(settings.model.path)
+    if has_critic(settings):
+        check_model_folder(critic_model_settings(settings).path, "critic.model")
     memory = free_memory(device := pick_device(settings.device))
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
@@ -105,14 +108,21 @@ def run_training(
         require_vocabulary(roles.actor, (prompt.ids for prompt in (*prompts, *held_out)))
         if saved is not None:
             require_vocabulary(roles.actor, saved.ids())
+        if roles.critic is not None:
+            require_vocabulary(roles.critic, (prompt.ids for prompt in (*prompts, *held_out)), "critic.model")
+            if saved is not None:
+                require_vocabulary(roles.critic, saved.ids(), "critic.model")
         roles.check()
         if cut is not None and checkpoint is not None:
             restore(roles.actor, checkpoint, updates=cut.values["version"])
+            if roles.critic is not None:
+                restore(roles.critic, checkpoint, updates=cut.values["algorithm"]["critic_updates"])
         planned, models = stays(settings, plan.layout), roles.models()
         if scorers is not None:
             models |= {str(Role.REWARD): scorers}
         check_room(folder := folder_of(settings), planned, models)
-        session = resources.enter_context(open_session(settings, plan, roles.actor, resume=resume, cut=cut))
+        trained = [roles.actor] if roles.critic is None else [roles.actor, roles.critic]
+        session = resources.enter_context(open_session(settings, plan, *trained, resume=resume, cut=cut))
         tell_isolation(isolation, session.display.notice, session.folder.path)
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
@@ -120,7 +130,7 @@ def run_training(
             session.display.notice(unseen)
         log = session.folder.log_memory
         residents = resources.enter_context(Residents(planned, models, folder=folder, log=log))
-        stage = RLStage(settings, session, roles, tokenizer, plan.updates, residents)
+        stage = RLStage(settings, session, roles, tokenizer, plan.updates, residents, plan.critic_updates)
         if ahead is not None:
             stage.await_compiler = ahead.wait
         if saved is not None:
@@ -157,6 +167,7 @@ def _build_roles(
     return Roles(
         actor=actor,
         reference=_reference(settings, actor, bound),
+        critic=build_critic(settings, checkpoint),
         engine=engine,
         collector=build_collector(settings, engine, pool, tokenizer, prompts, environments),
         validator=build_validator(settings, engine, pool, tokenizer, held_out, environments) if held_out else None,

@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,9 @@ from meshloom.fabric.dispatch import GroupLayout, by_part, from_first
 from meshloom.fabric.seats import Seat
 from meshloom.fabric.verbs import emit, verb
 from meshloom.loop.build import decoder, set_end_tokens
+from meshloom.loop.critic_role import critic_on_mesh
 from meshloom.loop.engine_copies import build_copy
+from meshloom.loop.facts import DeviceFacts, ModelFacts
 from meshloom.loop.movers import WeightMover
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.observe.peaks import PhaseMemory
@@ -80,32 +81,6 @@ def ranks_of(found: RoleLayout) -> list[int]:
     return sorted(found.devices)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceFacts:
-    """A device before anything is on it.
-
-    Args:
-        free_bytes: of a GPU; none for the processors.
-        described: its type, and the name that a GPU's driver gives.
-    """
-
-    free_bytes: int | None
-    described: dict[str, str | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActorFacts:
-    """What the controller must know of the model that is trained, as far as one rank knows it.
-
-    Args:
-        vocabulary: tokens of the model; 0 where its head is on other ranks.
-        checkpoint_bytes: about what the files of a checkpoint will take; 0 but on the first rank of a stage.
-    """
-
-    vocabulary: int
-    checkpoint_bytes: int
-
-
 class WorkerHost:
     """The roles of one device.
 
@@ -133,14 +108,17 @@ class WorkerHost:
         return DeviceFacts(free_bytes=free_memory(self.device), described=describe_device(self.device))
 
     @verb()
-    def build(self, settings: TrainSettings, layout: Layout, checkpoint: Path | None, updates: int) -> None:
+    def build(
+        self, settings: TrainSettings, layout: Layout, checkpoint: Path | None, updates: int, critic_updates: int
+    ) -> None:
         """Build the models of this device's roles, on all ranks at once.
 
         Args:
             settings: of the run.
             layout: of all roles; ranks are numbers of devices.
             checkpoint: that the run goes on from.
-            updates: made before.
+            updates: of the actor, made before.
+            critic_updates: of the critic, made before.
 
         Raises:
             UserError: if a model cannot be loaded or cut.
@@ -150,11 +128,13 @@ class WorkerHost:
         torch.manual_seed(settings.seed)
         self._tokenizer = load_tokenizer(settings.model.path)
         # Process groups are made by all ranks, whatever their roles.
-        meshes = {role: self._mesh(role) for role in (Role.ACTOR, Role.REFERENCE)}
+        meshes = {role: self._mesh(role) for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC)}
         if (mesh := meshes[Role.ACTOR]) is not None:
             self._models[Role.ACTOR] = self._build_actor(mesh, checkpoint, updates)
         if (mesh := meshes[Role.REFERENCE]) is not None:
             self._models[Role.REFERENCE] = self._build(mesh, None)
+        if (mesh := meshes[Role.CRITIC]) is not None:
+            self._models[Role.CRITIC] = critic_on_mesh(settings, mesh, checkpoint, critic_updates)
         ranks = [ranks_of(layout.role(role)) for role in (Role.ACTOR, Role.ROLLOUT)]
         nodes = [rank // layout.topology.devices_per_node for rank in range(layout.topology.num_devices)]
         if settings.rollout.engine == "vllm":
@@ -238,14 +218,15 @@ class WorkerHost:
         )
 
     @property
-    def _actor(self) -> MeshModel:
-        return self._models[Role.ACTOR]
+    def _trained(self) -> list[MeshModel]:
+        """Models of this rank that a checkpoint holds."""
+        return [self._models[role] for role in (Role.ACTOR, Role.CRITIC) if role in self._models]
 
     @verb()
-    def facts(self) -> ActorFacts:
-        """What the controller must know of the actor."""
-        model = self._actor
-        return ActorFacts(
+    def facts(self, role: Role) -> ModelFacts:
+        """What the controller must know of a model that is trained."""
+        model = self._models[role]
+        return ModelFacts(
             vocabulary=plain_model(model.module).config.get_text_config().vocab_size,
             checkpoint_bytes=full_bytes(model) if is_first(model.mesh) else 0,
         )
@@ -254,30 +235,31 @@ class WorkerHost:
     def forward(
         self, samples: Samples, role: Role, temperature: float, adapters: bool
     ) -> dict[str, torch.Tensor] | None:
-        """Log-probs and entropies of this replica's samples."""
+        """What a model's head says of this replica's samples: log-probs and entropies, or values."""
         model = self._models[role]
-        self._phases.enter("reference" if role is Role.REFERENCE or not adapters else "log_prob")
-        logprob, entropy = model.forward(samples, temperature=temperature, adapters=adapters)
-        return {"logprob": logprob, "entropy": entropy} if model.mesh.answers else None
+        names = {Role.REFERENCE: "reference", Role.CRITIC: "values"}
+        self._phases.enter(names.get(role, "log_prob" if adapters else "reference"))
+        columns = model.forward(samples, temperature=temperature, adapters=adapters)
+        return dict(zip(model.head.columns, columns, strict=True)) if model.mesh.answers else None
 
     @verb(dispatch=by_part("samples"), collect=from_answering)
-    def forward_backward(self, samples: Samples, loss: Loss, temperature: float) -> dict[str, Any] | None:
+    def forward_backward(self, samples: Samples, role: Role, loss: Loss, temperature: float) -> dict[str, Any] | None:
         """Add the gradient of this replica's part of an update."""
-        model = self._actor
-        self._phases.enter("update")
+        model = self._models[role]
+        self._phases.enter("critic" if role is Role.CRITIC else "update")
         self._seed_dropout(model)
         report = model.forward_backward(samples, loss, temperature=temperature)
         return report if model.mesh.answers else None
 
     @verb(collect=from_first)
-    def optim_step(self, total_updates: int) -> StepStats:
+    def optim_step(self, role: Role, total_updates: int) -> StepStats:
         """One optimizer update."""
-        return self._actor.optim_step(total_updates)
+        return self._models[role].optim_step(total_updates)
 
     @verb()
     def take_utilization(self, seconds: float) -> dict[str, float]:
-        """Share of the device's peak that was reached."""
-        return self._actor.take_utilization(seconds)
+        """Share of the device's peak that the actor's updates reached."""
+        return self._models[Role.ACTOR].take_utilization(seconds)
 
     @verb()
     def memory(self) -> dict[str, float]:
@@ -339,21 +321,25 @@ class WorkerHost:
 
     @verb()
     def hold_snapshot(self) -> dict[str, dict[str, Spec]]:
-        """Copy what this rank writes of a checkpoint to the host's memory; the whole tensors of its stage, told by one rank."""
+        """Copy what this rank writes of a checkpoint to the host's memory; whole tensors of its stages, told by one rank."""
         self._phases.enter("save")
         self.snapshot_written(wait=True)
-        self._snapshot = MeshSnapshot.take(self._actor)
-        return specs_of(held(self._actor)) if is_first(self._actor.mesh) else {}
+        self._snapshot = MeshSnapshot.take(*self._trained)
+        told: dict[str, dict[str, Spec]] = {}
+        for model in self._trained:
+            told |= specs_of(held(model)) if is_first(model.mesh) else {}
+        return told
 
     @verb()
     def write_snapshot(self, folder: Path) -> None:
-        """Begin to write it, into files that are there; rank 0 of the actor writes what is no tensor too."""
+        """Begin to write it, into files that are there; rank 0 of each model writes what is no tensor too."""
         snapshot = self._snapshot
         if snapshot is None:
             raise RuntimeError("there is no snapshot to write")
         self._snapshot = None
-        if self._actor.mesh.rank == 0:
-            write_config(self._actor, folder)
+        for model in self._trained:
+            if model.mesh.rank == 0:
+                write_config(model, folder)
         self._writing = self._writer.submit(snapshot.write, folder)
 
     @verb()

@@ -114,6 +114,13 @@ _ALL = (
     _metric("clip_share", "Clipped", U.SHARE, B.NEITHER, S.OPTIMIZATION, "Share of tokens whose ratio was clipped and that give no gradient."),
     _metric("grad_norm", "Gradient norm", U.NONE, B.NEITHER, S.OPTIMIZATION, "Norm of the gradient before clipping, mean over the step's updates."),
     _metric("learning_rate", "Learning rate", U.RATE, B.NEITHER, S.OPTIMIZATION, "Learning rate of the step's last update."),
+    _metric("explained_variance", "Explained variance", U.SHARE, B.UP, S.LEARNING, "Share of the returns' variance that the critic foretold; 0 for values that say no more than their mean, below 0 for worse."),
+    _metric("value_mean", "Value, mean", U.NONE, B.NEITHER, S.BEHAVIOUR, "Mean of the critic's values before the model's tokens."),
+    _metric("return_mean", "Return, mean", U.NONE, B.NEITHER, S.BEHAVIOUR, "Mean of what the critic should have said."),
+    _metric("value_loss", "Value loss", U.NONE, B.DOWN, S.OPTIMIZATION, "The critic's loss, mean over the step's updates."),
+    _metric("value_clip_share", "Values clipped", U.SHARE, B.NEITHER, S.OPTIMIZATION, "Share of tokens whose value moved further from the old one than the bound."),
+    _metric("critic_grad_norm", "Critic's gradient norm", U.NONE, B.NEITHER, S.OPTIMIZATION, "Norm of the critic's gradient before clipping, mean over the step's updates."),
+    _metric("critic_learning_rate", "Critic's learning rate", U.RATE, B.NEITHER, S.OPTIMIZATION, "Learning rate of the critic's last update of the step."),
     _metric("updates", "Updates", U.COUNT, B.NEITHER, S.OPTIMIZATION, "Optimizer updates made so far."),
     _metric("tokens_per_second", "Throughput, all tokens", U.TOKENS_PER_SECOND, B.UP, S.SPEED, "Prompt and response tokens of the step, divided by the step's seconds."),
     _metric("response_tokens_per_second", "Throughput, response tokens", U.TOKENS_PER_SECOND, B.UP, S.SPEED, "Response tokens of the step, divided by the step's seconds."),
@@ -142,6 +149,8 @@ PHASES: dict[str, Phase] = {
         Phase(name="score", label="Score", meaning="waiting for rewards"),
         Phase(name="log_prob", label="Log-probs", meaning="under the trainer's weights"),
         Phase(name="reference", label="Reference", meaning="log-probs of the reference"),
+        Phase(name="values", label="Values", meaning="what the critic expects"),
+        Phase(name="critic", label="Critic", meaning="updates of the critic"),
         Phase(name="update", label="Update", meaning="forward, backward and optimizer"),
         Phase(name="sync", label="Weights", meaning="moving weights to the engine"),
         Phase(name="validate", label="Validate", meaning="evaluation on held-out problems"),
@@ -150,7 +159,7 @@ PHASES: dict[str, Phase] = {
 }
 """The phases of a step by name, in the order they run."""
 
-MEMORY_PHASES = ("generate", "log_prob", "reference", "update")
+MEMORY_PHASES = ("generate", "log_prob", "reference", "values", "critic", "update")
 """Phases whose memory is recorded, and that a plan has a ledger of."""
 
 _OF_PHASES = tuple(

@@ -13,7 +13,8 @@ from meshloom.plan.build import Plan
 from meshloom.plan.forecast import Group
 from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import DERIVED, LedgerLine
-from meshloom.plan.memory import GENERATING, GPU, MACHINE, UPDATING
+from meshloom.plan.memory import GPU, MACHINE
+from meshloom.plan.memory_lines import GENERATING, UPDATING
 from meshloom.plan.recompute import needed_bytes
 from meshloom.plan.residency import Holding, Phase, Residency
 

@@ -14,6 +14,7 @@ from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.algorithm import algorithm_lines
 from meshloom.plan.checks import Findings, check_settings
 from meshloom.plan.compute import NotPossible, compute_ledger
+from meshloom.plan.critic_checks import critic_folder
 from meshloom.plan.decoding import engine_line
 from meshloom.plan.device_checks import check_devices, lay_out
 from meshloom.plan.engines import check_engine_settings
@@ -21,18 +22,25 @@ from meshloom.plan.generated import generation_lines
 from meshloom.plan.group_checks import check_groups
 from meshloom.plan.inputs import check_inputs
 from meshloom.plan.layout import Layout
-from meshloom.plan.ledger import MICROBATCHES, LedgerLine, batch_ledger, longest_sequence_tokens, sft_steps, train_steps
+from meshloom.plan.ledger import (
+    CRITIC_UPDATES,
+    MICROBATCHES,
+    LedgerLine,
+    batch_ledger,
+    longest_sequence_tokens,
+    sft_steps,
+    train_steps,
+)
 from meshloom.plan.memory import (
-    GENERATING,
     GPU,
     MACHINE,
-    UPDATING,
     ModelShape,
     UnknownShape,
     compute_bytes,
     memory_ledger,
     on_gpu,
 )
+from meshloom.plan.memory_lines import GENERATING, UPDATING
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
 from meshloom.plan.outlook import (
@@ -92,6 +100,12 @@ class Plan:
         total = None if self.steps is None else self.value("updates of the run")
         return total if isinstance(total, int) else None
 
+    @property
+    def critic_updates(self) -> int:
+        """Optimizer updates of the critic; 0 where there is none, or where ``updates`` is none."""
+        total = next((line.value for line in self.lines if line.name == CRITIC_UPDATES), None)
+        return total if isinstance(total, int) else 0
+
     def require(self) -> None:
         """Do nothing if the run can work.
 
@@ -132,6 +146,7 @@ def build_plan(
     check_engine_settings(found, settings)
     if isinstance(settings, TrainSettings):
         check_groups(found, settings)
+    critic = critic_folder(found, settings, folder) if isinstance(settings, TrainSettings) else None
     batch = [line for line in batch_ledger(settings, num_prompts) if not over_devices or line.name != MICROBATCHES]
     chosen: Iterable[LedgerLine] = ()
     if isinstance(settings, TrainSettings):
@@ -146,7 +161,7 @@ def build_plan(
         _check_positions(found, settings, folder)
         try:
             lines += _compute_lines(found, settings, folder)
-            more, recompute, outlook = _memory_and_time(found, settings, layout, folder, device_memory)
+            more, recompute, outlook = _memory_and_time(found, settings, layout, folder, critic, device_memory)
             lines += more
         except UnknownShape as error:
             found.warn("M002", "model.path", f"the plan has no memory ledger: {error}")
@@ -200,6 +215,7 @@ def _memory_and_time(
     settings: TrainSettings | SftSettings | EvalSettings,
     layout: Layout | None,
     folder: ModelFolder,
+    critic: ModelFolder | None,
     device_memory: int | None,
 ) -> tuple[list[LedgerLine], bool, Outlook | None]:
     """What the run holds and takes, whether layers are recomputed, and the outlook where there is one. Over several devices,
@@ -220,11 +236,12 @@ def _memory_and_time(
     lines: list[LedgerLine] = []
     if not isinstance(settings, EvalSettings):
         over = ahead.recompute if ahead is not None and several else None
-        chosen = over or choose_recompute(settings, folder, device_memory)
+        chosen = over or choose_recompute(settings, folder, device_memory, critic)
         lines.append(chosen.line(settings.provenance.of("model.gradient_checkpointing")))
         recompute = chosen.on
     if ahead is None or not several:
-        lines += (ledger := memory_ledger(settings, folder, recompute=recompute, device_memory=device_memory))
+        ledger = memory_ledger(settings, folder, recompute=recompute, device_memory=device_memory, critic=critic)
+        lines += ledger
         if ahead is None or not ahead.tight:
             _check_memory(found, settings, {line.name: line.value for line in ledger}, recompute)
     else:

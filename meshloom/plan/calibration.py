@@ -23,6 +23,8 @@ _PARTS: dict[str, tuple[Role, Phase]] = {
     "generate": (Role.ROLLOUT, Phase.GENERATE),
     "log_prob": (Role.ACTOR, Phase.LOGPROB),
     "reference": (Role.REFERENCE, Phase.LOGPROB),
+    "values": (Role.CRITIC, Phase.VALUES),
+    "critic": (Role.CRITIC, Phase.UPDATE),
     "update": (Role.ACTOR, Phase.UPDATE),
     "sync": (Role.ROLLOUT, Phase.SYNC),
 }
@@ -97,7 +99,6 @@ class MeasuredRun:
         """Seconds of each part of ``PREDICTED`` in a usual step; 0 where there is nothing to do."""
         found = self.forecast(constants)
         seconds = {name: found.seconds(*part) for name, part in _PARTS.items()}
-        seconds["update"] += found.seconds(Role.CRITIC, Phase.UPDATE)
         return {**seconds, BESIDE: constants.beside_phases_s}
 
 

@@ -60,7 +60,7 @@ def planned_only(settings: TrainSettings, layout: Layout) -> tuple[Problem, ...]
 
 def _refusals(settings: TrainSettings, layout: Layout) -> Iterator[Problem]:
     for found in layout.roles:
-        if found.role in (Role.CRITIC, Role.REWARD):
+        if found.role == Role.REWARD:
             path = f"placement.{found.role}"
             yield _refusal(settings, path, f"a {found.role} model on devices", f"{path}=all")
     for name in reward_models(settings.reward):

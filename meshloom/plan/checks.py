@@ -14,7 +14,6 @@ from pathlib import Path
 from meshloom.config.names import (
     FIXED_REDUCTIONS,
     GROUP_ADVANTAGES,
-    REFUSED_ADVANTAGES,
     Advantage,
     KlEstimator,
     PolicyLoss,
@@ -32,6 +31,7 @@ from meshloom.config.settings import (
 )
 from meshloom.plan.algorithm_checks import check_choices
 from meshloom.plan.code import check_code
+from meshloom.plan.critic_checks import check_critic
 from meshloom.plan.environment_checks import check_environment
 from meshloom.plan.findings import Findings
 from meshloom.plan.lag import LAG, most_updates
@@ -63,6 +63,7 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
         _check_algorithm(found, settings)
         _check_training_samples(found, settings)
         _check_train_batch(found, settings, num_prompts)
+        check_critic(found, settings, num_prompts)
     if not isinstance(settings, SftSettings):
         if settings.reward.function is not None:
             check_function_name(found, "reward.function", settings.reward.function)
@@ -143,14 +144,7 @@ def _check_name(found: Findings, code: str, setting: str, name: str, known: Iter
 
 def _check_algorithm(found: Findings, settings: TrainSettings) -> None:
     algorithm, batch = settings.algorithm, settings.batch
-    if (reason := REFUSED_ADVANTAGES.get(algorithm.advantage)) is not None:
-        names = ", ".join(Advantage)
-        what = f"algorithm.advantage {algorithm.advantage!r} {reason}, which a run does not have"
-        others = tuple((f"algorithm.advantage={name}",) for name in Advantage)
-        fix = f"use one of {names}"
-        found.refuse("A002", "algorithm.advantage", what, fix=fix, suggestions=others[:_SUGGESTIONS])
-    else:
-        _check_name(found, "A001", "algorithm.advantage", algorithm.advantage, Advantage)
+    _check_name(found, "A001", "algorithm.advantage", algorithm.advantage, Advantage)
     _check_name(found, "A003", "algorithm.policy_loss", algorithm.policy_loss, PolicyLoss)
     _check_name(found, "A004", "algorithm.kl_estimator", algorithm.kl_estimator, KlEstimator)
     if algorithm.reduction == _NORM and algorithm.reduction_constant is None:

@@ -40,6 +40,7 @@ class Case:
         model: in numbers.
         divisible: the same model, for checks of its cuts; none if its config.json does not say.
         adapters: parameters of adapters; none where all are trained.
+        critic: the critic's model in numbers, as a language model; none for the actor's.
         memory: bytes of a device; none if that is not known.
         device: what the devices are; none if that is not known.
         machine: devices that this machine has.
@@ -54,6 +55,7 @@ class Case:
     device: Device | None
     machine: int
     constants: Constants = Constants()
+    critic: DecoderNumbers | None = None
 
     def look(self, change: Change) -> "Look":
         """The run after a change, laid out and counted again."""
@@ -83,12 +85,15 @@ class Case:
         self, settings: TrainSettings, layout: Layout, *, recompute: bool
     ) -> tuple[tuple[Group, ...], EngineRole | None]:
         adapters, memory = self.adapters, self.memory
-        roles = count_roles(settings, self.model, layout, recompute=recompute, adapters=adapters, memory=memory)
+        roles = count_roles(
+            settings, self.model, layout, recompute=recompute, adapters=adapters, critic=self.critic, memory=memory
+        )
         return device_groups(layout, roles, memory), roles.engine
 
     def tokens_at_once(self, look: "Look") -> set[int]:
         """Tokens of a microbatch, of all roles that compute with a model."""
-        roles = count_roles(look.settings, self.model, look.layout, recompute=look.recompute, adapters=self.adapters)
+        given = {"recompute": look.recompute, "adapters": self.adapters, "critic": self.critic}
+        roles = count_roles(look.settings, self.model, look.layout, **given)
         return {role.tokens for role in roles.models.values()}
 
 
@@ -138,6 +143,7 @@ class Look:
             self.cluster,
             recompute=self.recompute,
             adapters=case.adapters,
+            critic=case.critic,
             constants=case.constants,
             device_memory=case.memory,
         )

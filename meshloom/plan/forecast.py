@@ -128,6 +128,7 @@ def forecast(
     *,
     recompute: bool,
     adapters: int | None = None,
+    critic: DecoderNumbers | None = None,
     lengths: Lengths | None = None,
     constants: Constants | None = None,
     device_memory: int | None = None,
@@ -141,13 +142,14 @@ def forecast(
         cluster: what its devices are.
         recompute: whether layers are recomputed in the backward pass.
         adapters: parameters of adapters; none where all are trained.
+        critic: the critic's model in numbers, as a language model; none for the actor's.
         lengths: of samples; none for the most that settings allow.
         constants: of the cost model; none for those that were fitted.
         device_memory: bytes of a device; none for what its kind has.
     """
     constants, lengths = constants or Constants(), lengths or Lengths.most(settings)
     memory = device_memory or cluster.device.memory_bytes
-    roles = count_roles(settings, model, layout, recompute=recompute, adapters=adapters, memory=memory)
+    roles = count_roles(settings, model, layout, recompute=recompute, adapters=adapters, critic=critic, memory=memory)
     groups = device_groups(layout, roles, memory)
     phases = tuple(phase_times(settings, layout, roles.models, roles.engine, lengths, cluster, constants))
     offload = max((tuple(_offload(group, cluster, constants)) for group in groups), key=_total, default=())
@@ -180,6 +182,7 @@ def count_roles(
     *,
     recompute: bool,
     adapters: int | None = None,
+    critic: DecoderNumbers | None = None,
     memory: int | None = None,
 ) -> Roles:
     """The roles of a run; a reward model, of which nothing is known, is not among them.
@@ -190,6 +193,7 @@ def count_roles(
         layout: where its roles are.
         recompute: whether layers are recomputed in the backward pass.
         adapters: parameters of adapters; none where all are trained.
+        critic: the critic's model in numbers, as a language model; none for the actor's.
         memory: bytes of a device, which bound the engine's cache; none if that is not known.
     """
     engine = engine_role(settings, layout, model)
@@ -199,7 +203,7 @@ def count_roles(
         found.role: model_role(
             settings,
             found,
-            model,
+            critic if critic is not None and found.role == Role.CRITIC else model,
             recompute=recompute,
             adapters=adapters,
             lends_to_engine=lent and found.role == Role.ACTOR,
@@ -270,9 +274,10 @@ def phase_times(
             longest=lengths.longest,
         )
         yield in_rounds(generate_time(engine, requests, cluster, constants), settings)
-    for role in models.values():
-        if Phase.LOGPROB in role.computes:
-            yield forward_time(role, work, cluster, constants, Phase.LOGPROB)
+    for phase in (Phase.LOGPROB, Phase.VALUES):
+        for role in models.values():
+            if phase in role.computes:
+                yield forward_time(role, work, cluster, constants, phase)
     passes = lengths.work(samples * batch.epochs_per_step, batch.samples_per_prompt)
     for role in models.values():
         if role.is_trained:

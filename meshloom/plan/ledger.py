@@ -7,10 +7,13 @@ formula it comes from and where its inputs were given.
 from dataclasses import dataclass
 
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
+from meshloom.plan.placement import has_critic
 
 DERIVED = "derived"
 MICROBATCHES = "microbatches per update"
 """Name of the line that, over several devices, is one of each role."""
+CRITIC_UPDATES = "critic's updates of the run"
+"""Name of the line that only a run with a critic has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +81,16 @@ def samples_per_update(settings: TrainSettings | SftSettings) -> int:
     return (batch.prompts_per_update or batch.prompts_per_step) * batch.samples_per_prompt
 
 
-def most_microbatch_tokens(settings: TrainSettings | SftSettings) -> int:
-    """Bound on the tokens of a microbatch: as settings allow, or fewer if no update has that many."""
+def most_microbatch_tokens(settings: TrainSettings | SftSettings, bound: int | None = None) -> int:
+    """Bound on the tokens of a microbatch: as settings allow, or fewer if no update has that many.
+
+    Args:
+        settings: of the run.
+        bound: in tokens, if it is not ``batch.tokens_per_microbatch``.
+    """
     batch, samples = settings.batch, samples_per_update(settings)
     samples = min(samples, batch.samples_per_microbatch or samples)
-    return min(batch.tokens_per_microbatch, samples * longest_sample_tokens(settings))
+    return min(bound or batch.tokens_per_microbatch, samples * longest_sample_tokens(settings))
 
 
 def most_computed_tokens(settings: TrainSettings | SftSettings, tokens: int) -> int:
@@ -195,8 +203,26 @@ def _train_ledger(settings: TrainSettings, num_prompts: int | None) -> tuple[Led
     epochs = None if steps is None or not num_prompts else round(steps * batch.prompts_per_step / num_prompts, 3)
     lines.derived("epochs", epochs, "steps × prompts per step ÷ prompts of the data", "")
     total = None if steps is None or updates_per_step is None else steps * updates_per_step
-    _update_lines(lines, settings, total, "steps × updates per step")
+    if not has_critic(settings):
+        _update_lines(lines, settings, total, "steps × updates per step")
+        return tuple(lines.lines)
+    warmup = settings.critic.warmup_steps
+    own = None if steps is None or updates_per_step is None else max(0, steps - warmup) * updates_per_step
+    formula = "(steps − critic's warm-up) × updates per step" if warmup else "steps × updates per step"
+    _update_lines(lines, settings, own, formula)
+    _critic_lines(lines, settings, total)
     return tuple(lines.lines)
+
+
+def _critic_lines(lines: _Lines, settings: TrainSettings, total: int | None) -> None:
+    critic, batch, origin = settings.critic, settings.batch, settings.provenance.of
+    lines.given("critic's warm-up", "critic.warmup_steps", critic.warmup_steps, "steps")
+    lines.derived(CRITIC_UPDATES, total, "steps × updates per step", "updates")
+    path = "critic.tokens_per_microbatch" if critic.tokens_per_microbatch else "batch.tokens_per_microbatch"
+    tokens = critic.tokens_per_microbatch or batch.tokens_per_microbatch
+    lines.add("critic's tokens per microbatch", tokens, path, origin(path), "tokens")
+    schedule = f"{critic.optimizer.schedule}, per update"
+    lines.given("critic's learning rate schedule", "critic.optimizer.schedule", schedule)
 
 
 def _sft_ledger(settings: SftSettings, num_rows: int | None) -> tuple[LedgerLine, ...]:

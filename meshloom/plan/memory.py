@@ -16,12 +16,13 @@ The peak while updating, compiled in bfloat16 on a GPU without recompute, agains
 tokens 38.3 for 38 GiB and 89.0 for 91 GiB: 2 % off at most.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshloom.config.settings import EvalSettings, KlPlace, SftSettings, TrainSettings
 from meshloom.plan.compute import compiles, logits_chunk_bytes
+from meshloom.plan.critic_memory import critic_lines
 from meshloom.plan.ledger import (
     DERIVED,
     LedgerLine,
@@ -29,10 +30,11 @@ from meshloom.plan.ledger import (
     most_computed_tokens,
     most_microbatch_tokens,
 )
+from meshloom.plan.memory_lines import BOTH, MemoryLines, checkpoint_bytes_each
 from meshloom.plan.model_folder import ModelFolder
 from meshloom.plan.parameters import DecoderNumbers, Layer, Layers, UnknownFamily, count_parameters
-from meshloom.plan.residency import EngineRole, Holding, ModelRole, Phase
-from meshloom.plan.sharded_memory import FLOAT32, DeviceLedger, engine_holdings, model_holdings
+from meshloom.plan.residency import EngineRole, ModelRole, Phase
+from meshloom.plan.sharded_memory import FLOAT32, engine_holdings, model_holdings
 from meshloom.plan.shards import Cut, cached_values, part_of
 
 _SMALLEST_SLOT, _PAGE = 64, 64
@@ -44,11 +46,7 @@ _GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
 
 
 MACHINE, GPU = "memory of this machine", "memory of the GPU"
-GENERATING, UPDATING = "peak while generating", "peak while updating"
-"""Names of the lines that are compared."""
 CHECKPOINT = "checkpoint"
-_BOTH = (Phase.GENERATE, Phase.UPDATE)
-_SUM = "sum of what the phase holds; libraries and fragmentation come on top"
 _QUARTER = "a quarter of the memory available on this machine now"
 
 
@@ -157,6 +155,7 @@ def memory_ledger(
     *,
     recompute: bool,
     device_memory: int | None = None,
+    critic: ModelFolder | None = None,
 ) -> tuple[LedgerLine, ...]:
     """Bytes that a run holds on its device.
 
@@ -165,13 +164,14 @@ def memory_ledger(
         folder: its model.
         recompute: whether layers are recomputed in the backward pass.
         device_memory: bytes that a GPU has for the run; none if it was not asked.
+        critic: folder of the critic's model; none where there is no critic.
 
     Raises:
         UnknownShape: if config.json lacks what the estimates need.
     """
     shape, width = ModelShape.of(folder), compute_bytes(settings.model.dtype, settings.device)
     model = folder.other_than_llama or shape.numbers(folder.num_parameters)
-    ledger = _Memory()
+    ledger = MemoryLines()
     how = "in the headers of the safetensors files" if folder.has_weights else "by config.json"
     ledger.count("parameters", folder.num_parameters, f"counted {how}")
     actor = _actor(settings, folder, model, width, recompute)
@@ -188,7 +188,10 @@ def memory_ledger(
             ledger.take(model_holdings(reference))
             ledger.held("weights", f"parameters × {width}", shown="reference weights")
         else:
-            ledger.bytes("reference weights", 0, "the model without its adapters", phases=_BOTH)
+            ledger.bytes("reference weights", 0, "the model without its adapters", phases=BOTH)
+    if isinstance(settings, TrainSettings) and critic is not None:
+        numbers = critic.other_than_llama or ModelShape.of(critic).numbers(critic.num_parameters)
+        critic_lines(ledger, settings, actor, critic, numbers)
     ledger.peaks(generates=not isinstance(settings, SftSettings), updates=not isinstance(settings, EvalSettings))
     if on_gpu(settings.device):
         if device_memory is not None:
@@ -203,50 +206,6 @@ def memory_ledger(
         formula = f"as the system says; {memory.available / 2**30:.1f} GiB of it are available now"
         ledger.bytes(MACHINE, memory.total, formula, source="this machine")
     return tuple(ledger.lines)
-
-
-class _Memory:
-    """Names what is held, line by line, and adds up phases; the bytes are those of the sharded ledger."""
-
-    def __init__(self) -> None:
-        self.lines: list[LedgerLine] = []
-        self._all: list[Holding] = []
-        self._last: Mapping[str, Holding] = {}
-
-    def take(self, holdings: Sequence[Holding]) -> None:
-        """What a role holds; its parts can be named then."""
-        self._all += holdings
-        self._last = {holding.name: holding for holding in holdings}
-
-    def held(self, name: str, formula: str, *, shown: str = "", source: str = DERIVED) -> None:
-        """A line of what the role that was taken last holds."""
-        holding = self._last[name]
-        phases = tuple(phase for phase in _BOTH if phase in holding.phases)
-        self.bytes(shown or name, holding.bytes, formula, phases=phases, source=source)
-
-    def count(self, name: str, value: int, formula: str) -> None:
-        self.lines.append(LedgerLine(section="memory", name=name, value=value, formula=formula, source="model.path"))
-
-    def bytes(
-        self, name: str, value: int, formula: str, *, phases: Sequence[Phase] = (), source: str = DERIVED
-    ) -> None:
-        when = tuple(map(str, phases))
-        line = LedgerLine(
-            section="memory", name=name, value=value, formula=formula, source=source, unit="bytes", phases=when
-        )
-        self.lines.append(line)
-
-    def peaks(self, *, generates: bool, updates: bool) -> None:
-        parts, ledger = _SUM, DeviceLedger(holdings=tuple(self._all))
-        if generates:
-            self.bytes(GENERATING, ledger.held(Phase.GENERATE), parts)
-        if updates:
-            self.bytes(UPDATING, ledger.held(Phase.UPDATE), parts)
-
-
-def checkpoint_bytes_each(width: int) -> int:
-    """Bytes of a checkpoint for each trained parameter: it as it is, its master where there is one, and both moments."""
-    return width + (0 if width == FLOAT32 else FLOAT32) + 2 * FLOAT32
 
 
 def trainable_parameters(settings: TrainSettings | SftSettings, folder: ModelFolder) -> int:
@@ -285,7 +244,7 @@ def _actor(
     )
 
 
-def _optimizer_lines(ledger: _Memory, settings: TrainSettings | SftSettings, actor: ModelRole) -> None:
+def _optimizer_lines(ledger: MemoryLines, settings: TrainSettings | SftSettings, actor: ModelRole) -> None:
     trained = actor.model.total if actor.trained is None else actor.trained
     if settings.model.lora is None:
         ledger.count("trained parameters", trained, "all parameters")
@@ -300,7 +259,7 @@ def _optimizer_lines(ledger: _Memory, settings: TrainSettings | SftSettings, act
     ledger.bytes(CHECKPOINT, trained * each, f"trained parameters × {each}, on the disk")
 
 
-def _update_lines(ledger: _Memory, settings: TrainSettings | SftSettings, actor: ModelRole) -> None:
+def _update_lines(ledger: MemoryLines, settings: TrainSettings | SftSettings, actor: ModelRole) -> None:
     bound, origin = most_microbatch_tokens(settings), settings.provenance.of
     formula = "min(batch.tokens_per_microbatch, samples of an update or microbatch × longest sample)"
     if actor.tokens < bound:
@@ -335,7 +294,9 @@ def _longest_and_sequences(settings: TrainSettings | EvalSettings) -> tuple[int,
     return settings.data.max_prompt_tokens + response, rollout.max_sequences
 
 
-def _engine_lines(ledger: _Memory, settings: TrainSettings | EvalSettings, model: DecoderNumbers, width: int) -> None:
+def _engine_lines(
+    ledger: MemoryLines, settings: TrainSettings | EvalSettings, model: DecoderNumbers, width: int
+) -> None:
     """The engine: vLLM with weights of its own, which with the cache are gone while it sleeps; the embedded one without."""
     rollout, gpu, vllm = settings.rollout, on_gpu(settings.device), settings.rollout.engine == "vllm"
     longest, sequences = _longest_and_sequences(settings)

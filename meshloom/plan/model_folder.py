@@ -179,18 +179,19 @@ class ModelFolder:
         }
 
 
-def read_model_folder(path: Path, *, needs_weights: bool = True) -> ModelFolder:
+def read_model_folder(path: Path, *, needs_weights: bool = True, setting: str = "model.path") -> ModelFolder:
     """Read config.json and the headers of the weights.
 
     Args:
         path: the folder.
         needs_weights: whether a folder without any weights is refused; else its config.json alone is read, which has to be of a
             family whose parameters can be counted.
+        setting: that names the folder.
 
     Raises:
         UserError: if the folder, its configuration or a file of weights is missing or unreadable, or weights are pickles.
     """
-    where = f"model.path ({path})"
+    where = f"{setting} ({path})"
     try:
         return _read_model_folder(path, where, needs_weights=needs_weights)
     except OSError as error:

@@ -20,13 +20,15 @@ from meshloom.config.settings import TrainSettings
 from meshloom.plan.amounts import format_bytes
 from meshloom.plan.checks import Findings
 from meshloom.plan.constants_file import GivenConstants, read_constants
+from meshloom.plan.critic_checks import critic_numbers
 from meshloom.plan.faults import shortened, with_values
 from meshloom.plan.fitting import GIB, Case, Look, changes_that_fit, where_else
 from meshloom.plan.forecast import Forecast, Group
 from meshloom.plan.hardware import Device, find_device, names_of_devices
 from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import DERIVED, LedgerLine, most_computed_tokens
-from meshloom.plan.memory import CHECKPOINT, checkpoint_bytes_each, compute_bytes, on_gpu, trainable_parameters
+from meshloom.plan.memory import CHECKPOINT, compute_bytes, on_gpu, trainable_parameters
+from meshloom.plan.memory_lines import checkpoint_bytes_each
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_folder import ModelFolder
 from meshloom.plan.parameters import count_parameters, is_counted
@@ -198,6 +200,7 @@ def case_of(settings: TrainSettings, folder: ModelFolder, device_memory: int | N
         device=_device(settings),
         machine=devices_of_machine(),
         constants=_constants(settings).constants,
+        critic=critic_numbers(settings),
     )
 
 
@@ -233,10 +236,15 @@ def _names(look: Look, group: Group) -> str:
 def _common_lines(look: Look) -> Iterator[LedgerLine]:
     """Numbers that the formulas of all groups begin with, where they are the same for all roles."""
     tokens = look.case.tokens_at_once(look)
-    if look.layout.role(Role.CRITIC) is None:
-        formula = "counted by config.json"
-        count = look.case.model.total
-        yield LedgerLine(section="memory", name="parameters", value=count, formula=formula, source="model.path")
+    formula = "counted by config.json"
+    count = look.case.model.total
+    yield LedgerLine(section="memory", name="parameters", value=count, formula=formula, source="model.path")
+    critic = None
+    if look.layout.role(Role.CRITIC) is not None:
+        critic = (look.case.critic or look.case.model).with_scalar_head()
+        path = "model.path" if look.settings.critic.model is None else "critic.model"
+        formula += ", with a head of one output"
+        yield LedgerLine(section="memory", name="critic's parameters", value=critic.total, formula=formula, source=path)
     if len(tokens) == 1:
         formula = "min(batch.tokens_per_microbatch, longest samples of an update); of each sequence's devices together"
         bound = look.settings.batch.tokens_per_microbatch
@@ -252,10 +260,11 @@ def _common_lines(look: Look) -> Iterator[LedgerLine]:
         yield LedgerLine(
             section="memory", name="trained parameters", value=adapters, formula=formula, source="model.path"
         )
-    if look.layout.role(Role.CRITIC) is None:
-        each = checkpoint_bytes_each(compute_bytes(look.settings.model.dtype, look.settings.device))
-        count, of = (look.case.model.total, "parameters") if adapters is None else (adapters, "trained parameters")
-        yield _bytes("memory", CHECKPOINT, count * each, f"{of} × {each}, on the disk")
+    each = checkpoint_bytes_each(compute_bytes(look.settings.model.dtype, look.settings.device))
+    count, of = (look.case.model.total, "parameters") if adapters is None else (adapters, "trained parameters")
+    if critic is not None:
+        count, of = count + critic.total, f"({of} + critic's parameters)"
+    yield _bytes("memory", CHECKPOINT, count * each, f"{of} × {each}, on the disk")
 
 
 def _memory_lines(look: Look, group: Group) -> Iterator[LedgerLine]:

@@ -169,7 +169,7 @@ class DecoderNumbers:
 
     def with_scalar_head(self) -> "DecoderNumbers":
         """The same decoder with a head of one output, as critics and reward models have."""
-        return replace(self, head=self.hidden, vocabulary=1)
+        return replace(self, head=self.hidden + 1, vocabulary=1)
 
     def with_whole_cache(self) -> "DecoderNumbers":
         """The same decoder where keys and values of every head are cached, and not the latent vector that gives them, as the

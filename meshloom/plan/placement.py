@@ -16,6 +16,7 @@ from pathlib import Path
 
 from meshloom.config.cluster_settings import MOST_DEVICES, ClusterSettings, ParallelSettings
 from meshloom.config.environment import visible_gpus
+from meshloom.config.names import VALUE_ADVANTAGES
 from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.plan.faults import Change, Fault
 from meshloom.plan.host_names import expand
@@ -40,7 +41,7 @@ PHASES: Mapping[Role, tuple[str, ...]] = {
     Role.ACTOR: ("log-prob", "update", "sync"),
     Role.ROLLOUT: ("generate", "sync"),
     Role.REFERENCE: ("log-prob",),
-    Role.CRITIC: ("log-prob", "update"),
+    Role.CRITIC: ("values", "update"),
     Role.REWARD: ("score",),
 }
 """Phases of a step in which a role is busy."""
@@ -64,16 +65,24 @@ def roles_of(settings: TrainSettings) -> tuple[Role, ...]:
         Role.ACTOR: True,
         Role.ROLLOUT: True,
         Role.REFERENCE: settings.algorithm.kl is not KlPlace.NONE and settings.model.lora is None,
-        Role.CRITIC: settings.algorithm.advantage == "gae" or settings.placement.critic != "all",
+        Role.CRITIC: has_critic(settings),
         Role.REWARD: settings.placement.reward != "all",
     }
     return tuple(role for role, is_needed in needed.items() if is_needed)
 
 
+def has_critic(settings: TrainSettings) -> bool:
+    """Whether a run has a critic: its advantage estimator asks for values."""
+    return settings.algorithm.advantage in VALUE_ADVANTAGES
+
+
 def sequence_parts(settings: TrainSettings) -> int:
-    """Parts that every model which sees whole samples splits a sequence into; 1 if one of them does not."""
+    """Parts that every model which sees whole samples in microbatches of ``batch.tokens_per_microbatch`` splits a sequence
+    into; 1 if one of them does not."""
     parallel, roles = settings.parallel, roles_of(settings)
-    parts = {Role.ACTOR: parallel.actor, Role.REFERENCE: parallel.reference, Role.CRITIC: parallel.critic}
+    parts = {Role.ACTOR: parallel.actor, Role.REFERENCE: parallel.reference}
+    if settings.critic.tokens_per_microbatch is None:
+        parts[Role.CRITIC] = parallel.critic
     return min(group.sequence for role, group in parts.items() if role in roles)
 
 

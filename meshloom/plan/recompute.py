@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.plan.headroom import FRAGMENTS, LIBRARIES, needed_bytes
 from meshloom.plan.ledger import LedgerLine
-from meshloom.plan.memory import UPDATING, memory_ledger, on_gpu
+from meshloom.plan.memory import memory_ledger, on_gpu
+from meshloom.plan.memory_lines import UPDATING
 from meshloom.plan.model_folder import ModelFolder
 
 RECOMPUTED = "recomputed"
@@ -37,7 +38,10 @@ class Recompute:
 
 
 def choose_recompute(
-    settings: TrainSettings | SftSettings, folder: ModelFolder, device_memory: int | None
+    settings: TrainSettings | SftSettings,
+    folder: ModelFolder,
+    device_memory: int | None,
+    critic: ModelFolder | None = None,
 ) -> Recompute:
     """Whether a run recomputes its layers.
 
@@ -45,6 +49,7 @@ def choose_recompute(
         settings: of the run.
         folder: its model.
         device_memory: bytes that a GPU has for the run; none if it was not asked.
+        critic: folder of the critic's model; none where there is no critic.
 
     Raises:
         UnknownShape: if ``auto`` needs an estimate that config.json is not enough for.
@@ -55,7 +60,7 @@ def choose_recompute(
     has = device_memory if gpu else _memory_of_machine()
     if has is None:
         return Recompute(on=False, is_open=True, formula="auto: follows from the GPU's memory when the run begins")
-    lines = memory_ledger(settings, folder, recompute=False)
+    lines = memory_ledger(settings, folder, recompute=False, critic=critic)
     peak = sum(line.value for line in lines if line.name == UPDATING and isinstance(line.value, int))
     needed = needed_bytes(peak) if gpu else peak
     margin = f" × {1 + FRAGMENTS:g} + {LIBRARIES // 2**30} GiB" if gpu else ""

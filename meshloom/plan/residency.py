@@ -4,6 +4,7 @@ Owns: what must be known of a role, and what is said of its bytes. Refuses to kn
 so that a search can make thousands of them a second.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,6 +18,7 @@ class Phase(StrEnum):
     GENERATE = "generate"
     SCORE = "score"
     LOGPROB = "log-prob"
+    VALUES = "values"
     UPDATE = "update"
     SYNC = "sync"
 
@@ -30,6 +32,13 @@ class Residency(StrEnum):
 
 
 EVERY = tuple(Phase)
+
+
+def through_values(needed: Sequence[Phase]) -> tuple[Phase, ...]:
+    """Phases in which weights are on the device that are needed in these: they stay there between log-probs and updates, while
+    a critic is asked."""
+    stays = Phase.LOGPROB in needed and Phase.UPDATE in needed
+    return tuple(phase for phase in EVERY if phase in needed or (stays and phase is Phase.VALUES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +100,7 @@ class ModelRole:
         """Phases in which its weights are on the device."""
         if self.parameters_at is Residency.DEVICE:
             return EVERY
-        return tuple(phase for phase in Phase if phase in self.computes or phase in self.lends)
+        return through_values([phase for phase in Phase if phase in self.computes or phase in self.lends])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ def model_role(
     Args:
         settings: of the run.
         found: the role on its devices.
-        model: of the run.
+        model: of the role, as a language model.
         recompute: whether layers are recomputed in the backward pass.
         adapters: parameters of its adapters; none where all are trained.
         lends_to_engine: whether the engine samples from its very weights.
@@ -90,12 +90,15 @@ def model_role(
         phases.remove(Phase.LOGPROB)
     lends = [Phase.SYNC] if Phase.SYNC in phases else []
     cut, batch, longest = cut_of(found), settings.batch, longest_sample_tokens(settings)
+    is_critic = found.role == Role.CRITIC
+    bound = settings.critic.tokens_per_microbatch if is_critic else None
     trains = Phase.UPDATE in phases
     samples = samples_per_update(settings) if trains else batch.prompts_per_step * batch.samples_per_prompt
     samples = ceil_div(samples, cut.replicas)
     # Devices that share sequences hold a microbatch's tokens each.
     tokens = min(
-        batch.tokens_per_microbatch * cut.sequence, min(samples, batch.samples_per_microbatch or samples) * longest
+        (bound or batch.tokens_per_microbatch) * cut.sequence,
+        min(samples, batch.samples_per_microbatch or samples) * longest,
     )
     offload: RoleOffloadSettings = {
         Role.ACTOR: settings.offload.actor,
@@ -104,7 +107,7 @@ def model_role(
     }[found.role]
     return ModelRole(
         name=str(found.role),
-        model=model.with_scalar_head() if found.role == Role.CRITIC else model,
+        model=model.with_scalar_head() if is_critic else model,
         cut=cut,
         computes=tuple(phase for phase in phases if phase is not Phase.SYNC),
         lends=(*lends, Phase.GENERATE) if lends_to_engine else tuple(lends),

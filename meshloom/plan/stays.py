@@ -13,7 +13,7 @@ from meshloom.config.settings import TrainSettings
 from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.placement import PHASES, Role
-from meshloom.plan.residency import EVERY, Phase, Residency
+from meshloom.plan.residency import EVERY, Phase, Residency, through_values
 from meshloom.plan.role_numbers import PLACES, computes_logprobs, engine_owns_weights
 
 
@@ -82,7 +82,7 @@ def _stays(role: Role, offload: RoleOffloadSettings, settings: TrainSettings, la
 
 
 def _stay(role: Role, part: Part, needed: tuple[Phase, ...], otherwise: Residency) -> Stay:
-    phases = EVERY if otherwise is Residency.DEVICE else tuple(phase for phase in EVERY if phase in needed)
+    phases = EVERY if otherwise is Residency.DEVICE else through_values(needed)
     return Stay(role=str(role), part=part, phases=phases, otherwise=otherwise)
 
 

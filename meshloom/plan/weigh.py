@@ -272,7 +272,8 @@ class Scales:
 
     def _count(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> Roles:
         case = self.case
-        return count_roles(settings, case.model, arrangement.layout, recompute=recompute, adapters=case.adapters)
+        given = {"recompute": recompute, "adapters": case.adapters, "critic": case.critic}
+        return count_roles(settings, case.model, arrangement.layout, **given)
 
     def _moved(self, arrangement: Arrangement, settings: TrainSettings) -> float:
         """Seconds that offload takes."""
@@ -346,6 +347,7 @@ class Scales:
             self.cluster,
             recompute=recompute,
             adapters=case.adapters,
+            critic=case.critic,
             constants=case.constants,
             device_memory=case.memory,
         )

@@ -37,6 +37,13 @@ class Spent:
     by_role: Mapping[str, float]
     among_engines: bool
 
+    def __add__(self, other: "Spent") -> "Spent":
+        """One phase after another."""
+        roles = {**self.by_role}
+        for role, seconds in other.by_role.items():
+            roles[role] = roles.get(role, 0.0) + seconds
+        return Spent(self.seconds + other.seconds, roles, self.among_engines or other.among_engines)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
@@ -74,7 +81,7 @@ class Costs:
         case, cluster, rollout = look.case, look.cluster, look.layout.role(Role.ROLLOUT)
         if cluster is None or rollout is None:
             return None
-        given = {"recompute": look.recompute, "adapters": case.adapters}
+        given = {"recompute": look.recompute, "adapters": case.adapters, "critic": case.critic}
         memory = case.memory or cluster.device.memory_bytes
         roles = count_roles(look.settings, case.model, look.layout, **given, memory=memory)
         if roles.engine is None or Role.ACTOR not in roles.models:
@@ -128,7 +135,8 @@ class Costs:
 
     def judging(self, groups: list[Made]) -> Spent:
         """Log-probs and values of a step's samples."""
-        return self._passes(Phase.LOGPROB, work_of(groups))
+        work = work_of(groups)
+        return self._passes(Phase.LOGPROB, work) + self._passes(Phase.VALUES, work)
 
     def learning(self, groups: list[Made]) -> Spent:
         """The updates of a step."""

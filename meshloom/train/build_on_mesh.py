@@ -16,8 +16,8 @@ from meshloom.config.errors import UserError
 from meshloom.config.settings import ModelSettings, OptimizerSettings
 from meshloom.train.attention import PackedAttention, use_layouts
 from meshloom.train.head import OutputHead, check_logits, decoder_of, plain_model
-from meshloom.train.load import add_lora, pick_dtype
-from meshloom.train.load_sharded import build_empty, fill, load_whole, source_names, stand_ins
+from meshloom.train.load import add_lora, load_model, pick_dtype
+from meshloom.train.load_sharded import build_empty, fill, source_names, stand_ins
 from meshloom.train.mesh import TrainMesh
 from meshloom.train.mesh_model import MeshModel
 from meshloom.train.model import MicrobatchBound
@@ -26,6 +26,7 @@ from meshloom.train.shard import Root, release, shard
 from meshloom.train.stages import keep_stage
 from meshloom.train.tensor_parallel import TensorCut, cut_layers
 from meshloom.train.threads import fit_threads
+from meshloom.train.value_head import is_critic, load_value_model
 
 
 def build_model(
@@ -37,6 +38,7 @@ def build_model(
     seed: int = 0,
     path: str | Path | None = None,
     reshard_after_forward: bool = True,
+    scalar_head: bool = False,
 ) -> MeshModel:
     """A model over the ranks of a mesh; due on all of them at once.
 
@@ -48,6 +50,7 @@ def build_model(
         seed: of adapters' first values, the same on all ranks.
         path: folder of the weights, if it is not ``settings.path``.
         reshard_after_forward: see ``train.shard.shard``.
+        scalar_head: whether it is a critic (``train.value_head``); a fresh head is the same on all meshes.
 
     Raises:
         UserError: if the folder cannot be used, or the model cannot be cut so.
@@ -57,7 +60,11 @@ def build_model(
     trains_all = optimizer is not None and settings.lora is None
     held = torch.promote_types(compute, torch.float32) if trains_all else compute
     folder = Path(path or settings.path)
-    plain = build_empty(folder, held) or load_whole(folder, compute).to(held)
+    setting = "critic.model" if scalar_head else "model.path"
+    plain = build_empty(folder, held, scalar_head=scalar_head, setting=setting)
+    if plain is None:
+        whole = load_value_model if scalar_head else load_model
+        plain = whole(folder, compute, torch.device("cpu")).to(held)
     _refuse_heads(plain, mesh)
     use_layouts(plain)
     fit_threads(mesh.device)
@@ -119,7 +126,7 @@ def _rehearse(root: Root, mesh: TrainMesh, compute: torch.dtype) -> None:
     if mesh.groups.pp is not None:
         # All ranks of a group must meet once before two of them exchange anything alone.
         dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.groups.pp)
-    if mesh.size("pp") > 1 or mesh.size("tp") > 1:
+    if mesh.size("pp") > 1 or mesh.size("tp") > 1 or is_critic(model):
         root(lambda: decoder(**inputs).last_hidden_state)
         release(root)
         return

@@ -13,14 +13,16 @@ Legend: N rows, D hidden, V vocabulary, R rows and W width of a block.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from meshloom.train.head import OutputHead
 from meshloom.train.logprob_kernels import RowState, Rule, gradient_block, reduce_block
 from meshloom.train.products import add_product, put_product
+
+if TYPE_CHECKING:
+    from meshloom.train.head import OutputHead
 
 _TILE = 128
 """Sizes of blocks are multiples of this, what a matrix unit's tile is made for."""
@@ -59,7 +61,7 @@ def _even(total: int, most: int) -> int:
 
 
 def fused_logprobs_and_entropy(
-    head: OutputHead, hidden_ND: Tensor, targets_N: Tensor, *, temperature: float, chunk_bytes: int
+    head: "OutputHead", hidden_ND: Tensor, targets_N: Tensor, *, temperature: float, chunk_bytes: int
 ) -> tuple[Tensor, Tensor]:
     """See ``meshloom.train.logprobs.logprobs_and_entropy``; for models up to float32."""
     return _FusedLogprobs.apply(hidden_ND, head.weight, head.bias, targets_N, head, temperature, chunk_bytes)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from meshloom.config.errors import UserError
 from meshloom.train.attention import PackedAttention
+from meshloom.train.logprobs import logprobs_and_entropy
 from meshloom.train.vocabulary import VocabularyPart
 
 
@@ -38,6 +39,9 @@ class OutputHead:
     Raises:
         UserError: if the head is not a plain linear layer (none at all, or an adapter on it).
     """
+
+    columns = ("logprob", "entropy")
+    """What a model with this head says of each token that it predicts."""
 
     def __init__(self, model: nn.Module) -> None:
         base = plain_model(model)
@@ -67,6 +71,12 @@ class OutputHead:
     def bias(self) -> Tensor | None:
         """Its bias, [V], if the family has one."""
         return self._linear.bias
+
+    def predict(
+        self, hidden_ND: Tensor, targets_N: Tensor, *, temperature: float, chunk_bytes: int
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target and entropy of each distribution, [N]: see ``logprobs_and_entropy``."""
+        return logprobs_and_entropy(self, hidden_ND, targets_N, temperature=temperature, chunk_bytes=chunk_bytes)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits of hidden states, [N, V]. Differentiable in the hidden states and the weight.

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from meshloom.config.errors import UserError
 from meshloom.config.settings import LoraSettings
 from meshloom.plan.model_folder import read_model_folder
+from meshloom.plan.scalar_head import SCORE
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import check_head, decoder_of
 from meshloom.train.threads import fit_threads
@@ -64,14 +65,18 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def check_model_folder(path: str | Path) -> Path:
+def check_model_folder(path: str | Path, setting: str = "model.path") -> Path:
     """Check that a folder holds a model that can be loaded, without loading it.
+
+    Args:
+        path: the folder.
+        setting: that names it.
 
     Raises:
         UserError: if the folder, its config.json or its weights are missing, damaged or pickles.
     """
     folder = Path(path)
-    read_model_folder(folder)
+    read_model_folder(folder, setting=setting)
     return folder
 
 
@@ -106,13 +111,27 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return tuple(dict.fromkeys([*ids, tokenizer.eos_token_id]))
 
 
-def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    may_lack: frozenset[str] = frozenset(),
+    setting: str = "model.path",
+) -> PreTrainedModel:
     """A causal language model on a device, attending through layouts. What takes no part in text is frozen.
+
+    Args:
+        path: its folder.
+        dtype: in which it computes.
+        device: for all of it.
+        may_lack: weights that the folder need not have, as they are not used.
+        setting: that names the folder.
 
     Raises:
         UserError: if the folder cannot be loaded, weights are missing from it, or its family is not supported.
     """
-    folder = check_model_folder(path)
+    folder = check_model_folder(path, setting)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     try:
@@ -126,11 +145,11 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"the model in {folder} cannot be loaded: {error}", where="model.path") from error
-    if missing := sorted(info["missing_keys"]):
+        raise UserError(f"the model in {folder} cannot be loaded: {error}", where=setting) from error
+    if missing := sorted(set(info["missing_keys"]) - may_lack):
         raise UserError(
             f"{len(missing)} weights are missing from {folder}, among them {missing[0]}",
-            where="model.path",
+            where=setting,
             why="they would be random numbers",
         )
     use_layouts(model)
@@ -149,7 +168,8 @@ def freeze_apart_from_text(model: PreTrainedModel) -> None:
 
 def _apart_from_text(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
     """Modules with weights of their own that take no part in text, such as an image encoder, by name."""
-    taken = {id(p) for part in (decoder_of(model), model.get_output_embeddings()) for p in part.parameters()}
+    heads = filter(None, (model.get_output_embeddings(), model._modules.get(SCORE)))
+    taken = {id(p) for part in (decoder_of(model), *heads) for p in part.parameters()}
     return {
         name: module
         for name, module in model.named_modules()

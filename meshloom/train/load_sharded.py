@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from meshloom.config.errors import UserError
 from meshloom.train.load import check_model_folder, freeze_apart_from_text, load_model
 from meshloom.train.mesh import TrainMesh
+from meshloom.train.value_head import is_scalar, put_scalar_head
 
 Box = tuple[slice, ...]
 """A part of a tensor: a range of each dimension."""
@@ -63,24 +64,34 @@ class WeightFiles:
         return self._handles[file].get_slice(name)[box]
 
 
-def build_empty(path: str | Path, dtype: torch.dtype) -> PreTrainedModel | None:
+def build_empty(
+    path: str | Path, dtype: torch.dtype, *, scalar_head: bool = False, setting: str = "model.path"
+) -> PreTrainedModel | None:
     """A model of a folder whose parameters have no memory; none if the folder's tensors have other names than it.
+
+    Args:
+        path: the folder.
+        dtype: of its parameters.
+        scalar_head: whether it gets a head of one output in place of the output head, as a critic has.
+        setting: that names the folder.
 
     Raises:
         UserError: if the folder cannot be used.
     """
-    folder = check_model_folder(path)
+    folder = check_model_folder(path, setting)
     try:
         config = AutoConfig.from_pretrained(str(folder.resolve()), local_files_only=True)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"the model in {folder} cannot be loaded: {error}", where="model.path") from error
+        raise UserError(f"the model in {folder} cannot be loaded: {error}", where=setting) from error
     model.tie_weights()
+    if scalar_head:
+        put_scalar_head(model)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     with WeightFiles(folder) as files:
-        if not all(name in files for name, _ in model.named_parameters()):
+        if not all(name in files or is_scalar(name) for name, _ in model.named_parameters()):
             return None
     model.eval()
     freeze_apart_from_text(model)
@@ -93,7 +104,7 @@ def load_whole(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def fill(module: nn.Module, named: Sequence[tuple[str, str]], path: str | Path, mesh: TrainMesh) -> None:
-    """Give sharded parameters without memory theirs, from the files.
+    """Give sharded parameters without memory theirs, from the files; zeros to a scalar head that these do not have.
 
     Args:
         module: sharded.
@@ -109,7 +120,11 @@ def fill(module: nn.Module, named: Sequence[tuple[str, str]], path: str | Path, 
             if not parameter.is_meta:
                 continue
             # A copy: what is read lies on memory that could not be given up while the model is moved away.
-            local = files.read(source, box_of(parameter, mesh)).to(mesh.device, parameter.dtype, copy=True)
+            box = box_of(parameter, mesh)
+            found = (
+                files.read(source, box) if source in files else torch.zeros([part.stop - part.start for part in box])
+            )
+            local = found.to(mesh.device, parameter.dtype, copy=True)
             whole = DTensor.from_local(
                 local.contiguous(),
                 parameter.device_mesh,

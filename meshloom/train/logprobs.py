@@ -9,16 +9,17 @@ With z = logits / temperature, p = softmax(z): log-prob = z_y − logsumexp(z), 
 Legend: N rows, D hidden, V vocabulary, C rows of a chunk.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from meshloom.train.head import OutputHead
+if TYPE_CHECKING:  # the head calls this
+    from meshloom.train.head import OutputHead
 
 
 def logprobs_and_entropy(
-    head: OutputHead, hidden_ND: Tensor, targets_N: Tensor, *, temperature: float, chunk_bytes: int
+    head: "OutputHead", hidden_ND: Tensor, targets_N: Tensor, *, temperature: float, chunk_bytes: int
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, at a temperature.
 

@@ -20,7 +20,6 @@ from meshloom.train.attention import AttentionLayout, attends_in_graph
 from meshloom.train.exchange import add_up, gather_same
 from meshloom.train.gather import take_rows
 from meshloom.train.head import OutputHead
-from meshloom.train.logprobs import logprobs_and_entropy
 from meshloom.train.mesh import TrainMesh
 from meshloom.train.model import Loss, MicrobatchBound, TrainedModel
 from meshloom.train.shard import Root, release
@@ -29,6 +28,7 @@ from meshloom.train.sharing import Computed
 from meshloom.train.tensor_parallel import TensorCut, local
 from meshloom.train.ulysses import SplitAttention, TokenSplit
 from meshloom.train.upload import upload_samples
+from meshloom.train.value_head import ValueHead, is_critic
 
 
 class MeshModel(TrainedModel):
@@ -61,7 +61,7 @@ class MeshModel(TrainedModel):
         super().__init__(root.module, settings, bound, optimizer)
         self.device = mesh.device
 
-    def forward(self, samples: Samples, *, temperature: float, adapters: bool = True) -> tuple[Tensor, Tensor]:
+    def forward(self, samples: Samples, *, temperature: float = 1.0, adapters: bool = True) -> tuple[Tensor, ...]:
         """See ``TrainedModel.forward``; due on all ranks at once, each with its own samples, or none."""
         self._set_mode(adapter_dropout=False)
         packed = self._pack_together(samples)
@@ -69,19 +69,19 @@ class MeshModel(TrainedModel):
             columns = self._ask([samples.select(indices) if indices else None for indices in packed], temperature)
         release(self.root)
         parts = [
-            Samples(samples.lengths[indices], {"logprob": logprob_T, "entropy": entropy_T})
-            for indices, (logprob_T, entropy_T) in zip(packed, columns, strict=True)
+            Samples(samples.lengths[indices], dict(zip(self.head.columns, predicted, strict=True)))
+            for indices, predicted in zip(packed, columns, strict=True)
             if indices
         ]
         if not parts:
-            return torch.zeros(0), torch.zeros(0)
+            return tuple(torch.zeros(0) for _ in self.head.columns)
         together = concat(parts)
         # Only here does the processor wait for the device.
         together = together.with_tokens(**{name: column.cpu() for name, column in together.tokens.items()})
         together = together.select(torch.tensor([i for indices in packed for i in indices]).argsort())
-        return together["logprob"], together["entropy"]
+        return tuple(together[name] for name in self.head.columns)
 
-    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float) -> dict[str, Any]:
+    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float = 1.0) -> dict[str, Any]:
         """See ``TrainedModel.forward_backward``; due on all ranks at once.
 
         The loss's denominators are those of all ranks' samples. What is returned is of this rank's samples; ranks of one data
@@ -103,8 +103,8 @@ class MeshModel(TrainedModel):
                 merged[name] = merged[name] + value if name in merged else value
         return merged or {"loss": torch.zeros((), device=self.device)}
 
-    def _ask(self, microbatches: list[Samples | None], temperature: float) -> list[tuple[Tensor, Tensor]]:
-        """Log-probs and entropies [T] of each microbatch; of none, whatever."""
+    def _ask(self, microbatches: list[Samples | None], temperature: float) -> list[tuple[Tensor, ...]]:
+        """What the head says of each microbatch's tokens, [T]; of none, whatever."""
         return [self._predict(microbatch or NOTHING, temperature) for microbatch in microbatches]
 
     def _learn(self, microbatches: list[Samples | None], loss: Loss, temperature: float) -> list[dict[str, Any]]:
@@ -117,12 +117,12 @@ class MeshModel(TrainedModel):
         return reports
 
     def _loss_of(
-        self, microbatch: Samples | None, predicted: tuple[Tensor, Tensor], loss: Loss
+        self, microbatch: Samples | None, predicted: tuple[Tensor, ...], loss: Loss
     ) -> tuple[Tensor, dict[str, Any]]:
         """A microbatch's share of the loss, and its report. Without one, all gradients are 0, for no row has met the head; they
         are exchanged as those of other ranks."""
         if microbatch is None:
-            return predicted[0].sum() + predicted[1].sum(), {}
+            return torch.stack(predicted).sum(), {}
         parts = loss(upload_samples(microbatch, self.device), *predicted)
         return parts.total, {"loss": parts.total.detach(), **parts.stats}
 
@@ -157,9 +157,9 @@ class MeshModel(TrainedModel):
     def _own_work(self, computed: Computed) -> dict[str, Tensor]:
         return self._split(computed).predictions(computed) if self.mesh.groups.sp is not None else {}
 
-    def _compute(self, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> tuple[Tensor, Tensor]:
-        own_2n = self.root(lambda: self._judge(self._hidden(moved, computed)[0], moved, computed, temperature))
-        return self._of_all(own_2n, moved)
+    def _compute(self, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> tuple[Tensor, ...]:
+        own_Kn = self.root(lambda: self._judge(self._hidden(moved, computed)[0], moved, computed, temperature))
+        return self._of_all(own_Kn, moved)
 
     def _hidden(self, moved: Mapping[str, Tensor], computed: Computed, given_cD: Tensor | None = None) -> Tensor:
         """Hidden states [1, c, D] after this rank's layers, of its part of the tokens.
@@ -181,7 +181,7 @@ class MeshModel(TrainedModel):
         return self.decoder(**given, position_ids=positions_c[None], layout=layout, use_cache=False).last_hidden_state
 
     def _judge(self, hidden_cD: Tensor, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> Tensor:
-        """Log-prob and entropy [2, n] of what is predicted from this rank's part of the tokens, on each rank of ``tp``."""
+        """What the head says [K, n] of what is predicted from this rank's part of the tokens, on each rank of ``tp``."""
         if self.mesh.groups.tp is not None:
             hidden_cD = gather_same(hidden_cD, self.mesh.groups.tp, 0)
         index, target_ids_n = computed.predictors, moved["target_ids_N"]
@@ -190,18 +190,15 @@ class MeshModel(TrainedModel):
             target_ids_n = target_ids_n[own_n]
         rows_nD = take_rows(hidden_cD, index)
         return torch.stack(
-            logprobs_and_entropy(
-                self.head, rows_nD, target_ids_n, temperature=temperature, chunk_bytes=self.chunk_bytes
-            )
+            self.head.predict(rows_nD, target_ids_n, temperature=temperature, chunk_bytes=self.chunk_bytes)
         )
 
-    def _of_all(self, own_2n: Tensor, moved: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy [N] of all that is predicted, the same on each rank of ``sp``."""
+    def _of_all(self, own_Kn: Tensor, moved: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """What the head says [N] of all that is predicted, the same on each rank of ``sp``."""
         if self.mesh.groups.sp is None:
-            return own_2n[0], own_2n[1]
-        whole_2N = own_2n.new_zeros((2, len(moved["target_ids_N"]))).index_copy(1, moved["own_n"], own_2n)
-        logprob_N, entropy_N = add_up(whole_2N, self.mesh.groups.sp)
-        return logprob_N, entropy_N
+            return tuple(own_Kn)
+        whole_KN = own_Kn.new_zeros((len(own_Kn), len(moved["target_ids_N"]))).index_copy(1, moved["own_n"], own_Kn)
+        return tuple(add_up(whole_KN, self.mesh.groups.sp))
 
     def _split(self, computed: Computed) -> TokenSplit:
         mesh = self.mesh
@@ -212,7 +209,9 @@ class MeshModel(TrainedModel):
         """Whether a rank has some of the tokens, at least between attention and MLP."""
         return self.mesh.groups.sp is not None or self.mesh.groups.tp is not None
 
-    def _head(self) -> OutputHead:
+    def _head(self) -> OutputHead | ValueHead:
+        if is_critic(self.module):
+            return ValueHead(self.module)  # it is whole on each rank of tp
         head = MeshHead(self.module)
         head.part = self._cut.vocabulary
         return head

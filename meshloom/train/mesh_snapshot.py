@@ -18,9 +18,15 @@ from meshloom.train.load_sharded import box_of, tensor_dim_of
 from meshloom.train.mesh import TrainMesh
 from meshloom.train.mesh_model import MeshModel
 from meshloom.train.shared_files import Part, SharedFile, Spec
-from meshloom.train.snapshot import ADAPTER, MODEL, OPTIMIZER
+from meshloom.train.snapshot import ADAPTER, model_name, optimizer_name
+from meshloom.train.value_head import architecture_of, is_critic
 
-MODEL_FILE, ADAPTER_FILE = f"{MODEL}/model.safetensors", f"{ADAPTER}/adapter_model.safetensors"
+ADAPTER_FILE = f"{ADAPTER}/adapter_model.safetensors"
+
+
+def weights_file(model: MeshModel) -> str:
+    """File of what a checkpoint holds of a model's weights: all of them, or the adapters."""
+    return f"{model_name(model)}/model.safetensors" if model.settings.lora is None else ADAPTER_FILE
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,9 @@ class Held:
 def held(model: MeshModel) -> dict[str, dict[str, Held]]:
     """Everything that a checkpoint holds of a model, by file and name, as far as this rank has it."""
     trained = model.settings.lora is not None
-    files = {ADAPTER_FILE if trained else MODEL_FILE: dict(_weights(model, only_adapters=trained))}
+    files = {weights_file(model): dict(_weights(model, only_adapters=trained))}
     if model.optimizer is not None:
-        files[OPTIMIZER] = dict(_optimizer(model))
+        files[optimizer_name(model)] = dict(_optimizer(model))
     return files
 
 
@@ -104,7 +110,7 @@ def full_bytes(model: MeshModel) -> int:
     """About what the files of a checkpoint will take for this rank's stage, known before the first update."""
     total = 0
     for file, tensors in held(model).items():
-        total += sum(one.spec.num_bytes for one in tensors.values() if file != OPTIMIZER)
+        total += sum(one.spec.num_bytes for one in tensors.values() if file != optimizer_name(model))
     if model.optimizer is not None:
         for name, parameter in model.optimizer.parameters.items():
             width = model.optimizer.masters[name].dtype.itemsize
@@ -119,10 +125,12 @@ class MeshSnapshot:
     files: dict[str, dict[str, Held]]
 
     @classmethod
-    def take(cls, model: MeshModel) -> "MeshSnapshot":
-        """Copy what this rank writes; it does not change when training goes on."""
+    def take(cls, *models: MeshModel) -> "MeshSnapshot":
+        """Copy what this rank writes of models; it does not change when training goes on."""
         files = {
-            file: {name: one for name, one in tensors.items() if one.writes} for file, tensors in held(model).items()
+            file: {name: one for name, one in tensors.items() if one.writes}
+            for model in models
+            for file, tensors in held(model).items()
         }
         return cls({file: {n: _copied(one) for n, one in tensors.items()} for file, tensors in files.items()})
 
@@ -147,17 +155,18 @@ def write_config(model: MeshModel, folder: Path) -> None:
         return
     plain = plain_model(model.module)
     config = type(plain.config).from_dict(plain.config.to_dict())
-    config.architectures, config.dtype = [type(plain).__name__], model.compute
-    config.save_pretrained(folder / MODEL)
+    architecture = architecture_of(plain) if is_critic(plain) else type(plain).__name__
+    config.architectures, config.dtype = [architecture], model.compute
+    config.save_pretrained(folder / model_name(model))
     if plain.generation_config is not None:
-        plain.generation_config.save_pretrained(folder / MODEL)
+        plain.generation_config.save_pretrained(folder / model_name(model))
 
 
 @torch.no_grad()
 def restore_on_mesh(model: MeshModel, folder: Path, updates: int) -> None:
     """Load a checkpoint's adapters and optimizer, this rank's parts of them, into a model built from the same settings.
 
-    As for one device, the weights of a model without adapters are not read here: it is built from ``folder / MODEL``.
+    As for one device, the weights of a model without adapters are not read here: it is built from its folder there.
     """
     if model.settings.lora is not None:
         with SharedFile(folder / ADAPTER_FILE) as opened:
@@ -166,7 +175,7 @@ def restore_on_mesh(model: MeshModel, folder: Path, updates: int) -> None:
     if model.optimizer is None:
         return
     state: dict[str, Tensor] = {}
-    with SharedFile(folder / OPTIMIZER) as opened:
+    with SharedFile(folder / optimizer_name(model)) as opened:
         for key, spec in opened.specs.items():
             parameter = model.optimizer.parameters.get(key.split("/", 1)[1])
             if parameter is not None:  # it is another stage's otherwise

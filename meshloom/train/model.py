@@ -7,7 +7,7 @@ should train has a gradient after the first update.
 Legend: T tokens of a packed microbatch, C of them computed, N of them predicted, D hidden.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,10 @@ from meshloom.train.flops import Cost, Work, peak_flops
 from meshloom.train.gather import take_rows
 from meshloom.train.head import OutputHead, decoder_of, plain_model
 from meshloom.train.layer_passes import LayerPasses
-from meshloom.train.logprobs import logprobs_and_entropy
 from meshloom.train.optimizer import Optimizer, StepStats
 from meshloom.train.sharing import Computed, pack_samples
 from meshloom.train.upload import upload, upload_samples
+from meshloom.train.value_head import ValueHead, is_critic
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class LossParts:
     stats: Mapping[str, Any]
 
 
-Loss = Callable[[Samples, Tensor, Tensor], LossParts]
-"""Called with a microbatch on the device, log-probs [T] and entropies [T]; both are 0 where ``mask`` is false."""
+Loss = Callable[..., LossParts]
+"""Called with a microbatch on the device and what the model's head says of each token: log-probs [T] and entropies [T], or
+a critic's values [T]; all are 0 where ``mask`` is false."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class TrainedModel:
     """One model on one device, with or without an optimizer.
 
     Args:
-        module: a causal language model that attends through layouts, or one in a peft wrapper.
+        module: a causal language model that attends through layouts, or one in a peft wrapper; with a scalar head in place of
+            the output head it is a critic (``train.value_head``).
         settings: chunk size, compiling, recompute; ``auto`` recompute, which a run decides before, is none here.
         bound: size of a microbatch.
         optimizer: none for a model that is only asked (a reference).
@@ -91,16 +93,16 @@ class TrainedModel:
         if self.optimizer is not None:
             self.head.gradient_total = self.optimizer.gradient_total(self.head.weight)
 
-    def forward(self, samples: Samples, *, temperature: float, adapters: bool = True) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies without gradients.
+    def forward(self, samples: Samples, *, temperature: float = 1.0, adapters: bool = True) -> tuple[Tensor, ...]:
+        """Log-probabilities and entropies, or a critic's values, without gradients.
 
         Args:
             samples: with ``ids`` and ``mask``.
-            temperature: of the distribution, above 0.
+            temperature: of the distribution, above 0; nothing to a critic.
             adapters: false asks the base model under the adapters.
 
         Returns:
-            Two tensors [T] on the CPU, 0 where ``mask`` is false.
+            Tensors [T] on the CPU, as the head's ``columns`` name them, 0 where ``mask`` is false.
         """
         self._set_mode(adapter_dropout=False)
         packed = self._pack(samples)
@@ -108,21 +110,21 @@ class TrainedModel:
         with torch.no_grad(), self.layers.active(), nullcontext() if adapters else self.module.disable_adapter():
             for indices in packed:
                 microbatch = samples.select(indices)
-                logprob_T, entropy_T = self._predict(microbatch, temperature)
-                parts.append(Samples(microbatch.lengths, {"logprob": logprob_T, "entropy": entropy_T}))
+                predicted = self._predict(microbatch, temperature)
+                parts.append(Samples(microbatch.lengths, dict(zip(self.head.columns, predicted, strict=True))))
         together = concat(parts)
         # Only here does the processor wait for the device.
         together = together.with_tokens(**{name: column.cpu() for name, column in together.tokens.items()})
         together = together.select(torch.tensor([i for indices in packed for i in indices]).argsort())
-        return together["logprob"], together["entropy"]
+        return tuple(together[name] for name in self.head.columns)
 
-    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float) -> dict[str, Any]:
+    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float = 1.0) -> dict[str, Any]:
         """Add the gradient of one update's loss, microbatch by microbatch.
 
         Args:
             samples: all samples of the update, with ``ids``, ``mask`` and what the loss reads.
             loss: gives each microbatch's share of the update's loss.
-            temperature: of the distribution the log-probs are of.
+            temperature: of the distribution the log-probs are of; nothing to a critic.
 
         Returns:
             ``loss``, and what the loss reported, merged over microbatches, by name.
@@ -184,8 +186,8 @@ class TrainedModel:
         if self.optimizer is not None:
             self.optimizer.to(device)
 
-    def _head(self) -> OutputHead:
-        return OutputHead(self.module)
+    def _head(self) -> OutputHead | ValueHead:
+        return ValueHead(self.module) if is_critic(self.module) else OutputHead(self.module)
 
     def _attends_in_graph(self) -> bool:
         return attends_in_graph(self.settings.attention, self.head.weight)
@@ -205,10 +207,10 @@ class TrainedModel:
             raise ValueError("the first token of a sample cannot be trained on: nothing comes before it")
         return pack_samples(samples, tokens_per_microbatch=self.bound.tokens, samples_per_microbatch=self.bound.samples)
 
-    def _predict(self, microbatch: Samples, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy [T] of a microbatch on the device. Only rows that predict a masked token meet the head."""
+    def _predict(self, microbatch: Samples, temperature: float) -> tuple[Tensor, ...]:
+        """What the head says of a microbatch's tokens, each [T], on the device. Only rows that predict a masked one meet it."""
         computed, moved = self._send(microbatch)
-        return self._on_tokens(microbatch, moved, *self._compute(moved, computed, temperature))
+        return self._on_tokens(microbatch, moved, self._compute(moved, computed, temperature))
 
     def _send(self, microbatch: Samples) -> tuple[Computed, dict[str, Tensor]]:
         """What is computed of a microbatch, and the tensors that this takes, on the device."""
@@ -222,19 +224,19 @@ class TrainedModel:
         return computed, moved
 
     def _on_tokens(
-        self, microbatch: Samples, moved: Mapping[str, Tensor], logprob_N: Tensor, entropy_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Values of what is predicted at their places among all tokens, [T]."""
-        zeros_T = torch.zeros(microbatch.num_tokens, dtype=logprob_N.dtype, device=self.device)
+        self, microbatch: Samples, moved: Mapping[str, Tensor], columns_N: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """What is said of predicted tokens at their places among all, [T]."""
+        zeros_T = torch.zeros(microbatch.num_tokens, dtype=columns_N[0].dtype, device=self.device)
         place = (moved["target_N"],)
-        return zeros_T.index_put(place, logprob_N), zeros_T.index_put(place, entropy_N)
+        return tuple(zeros_T.index_put(place, column_N) for column_N in columns_N)
 
     def _own_work(self, computed: Computed) -> dict[str, Tensor]:
         """What else the device needs to know of what is computed, by name."""
         return {}
 
-    def _compute(self, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy [N] of what is predicted; all tensors are on the device."""
+    def _compute(self, moved: Mapping[str, Tensor], computed: Computed, temperature: float) -> tuple[Tensor, ...]:
+        """What the head says of what is predicted, each [N]; all tensors are on the device."""
         layout = computed.layout(self.settings.attention)
         if self.in_graph:
             layout.prepare(self.device)
@@ -244,8 +246,7 @@ class TrainedModel:
             layout=layout,
             use_cache=False,
         ).last_hidden_state[0]
-        return logprobs_and_entropy(
-            self.head,
+        return self.head.predict(
             take_rows(hidden_CD, computed.predictors),
             moved["target_ids_N"],
             temperature=temperature,

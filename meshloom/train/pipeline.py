@@ -23,6 +23,7 @@ from meshloom.train.head import OutputHead
 from meshloom.train.mesh_model import NOTHING, MeshModel
 from meshloom.train.model import Loss
 from meshloom.train.sharing import Computed
+from meshloom.train.value_head import ValueHead, is_critic
 
 
 @dataclass
@@ -88,7 +89,7 @@ class PipelineModel(MeshModel):
     """One model over the ranks of a mesh with an axis ``pp``. Only ranks of the last stage know log-probs and losses, and those
     are the ones that ``TrainMesh.answers`` names; the others return zeros, or ``loss`` alone."""
 
-    def _ask(self, microbatches: list[Samples | None], temperature: float) -> list[tuple[Tensor, Tensor]]:
+    def _ask(self, microbatches: list[Samples | None], temperature: float) -> list[tuple[Tensor, ...]]:
         links, found = self._links(), []
         for microbatch in microbatches:
             work = self._begin(microbatch)
@@ -144,7 +145,7 @@ class PipelineModel(MeshModel):
         return Pass(microbatch, *self._send(microbatch or NOTHING))
 
     def _run(self, work: Pass, temperature: float) -> Tensor:
-        """This stage's hidden states [c, D], or, at the last, log-probs and entropies [2, n]."""
+        """This stage's hidden states [c, D], or, at the last, what the head says [K, n]."""
         last = self.mesh.place["pp"] == self.mesh.size("pp") - 1
 
         def run() -> Tensor:
@@ -153,13 +154,13 @@ class PipelineModel(MeshModel):
 
         return self.root(run) if last else self.root(run)[0]
 
-    def _predicted(self, work: Pass, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [T]; zeros but at the last stage."""
+    def _predicted(self, work: Pass, out: Tensor) -> tuple[Tensor, ...]:
+        """What the head says of all tokens, [T]; zeros but at the last stage."""
         microbatch = work.microbatch or NOTHING
         if self.mesh.place["pp"] < self.mesh.size("pp") - 1:
             zeros_T = torch.zeros(microbatch.num_tokens, device=self.device)
-            return zeros_T, zeros_T
-        return self._on_tokens(microbatch, work.moved, *self._of_all(out, work.moved))
+            return tuple(zeros_T for _ in self.head.columns)
+        return self._on_tokens(microbatch, work.moved, self._of_all(out, work.moved))
 
     def _tokens(self, work: Pass) -> int:
         """Tokens whose hidden states this rank is sent and sends."""
@@ -174,17 +175,19 @@ class PipelineModel(MeshModel):
             width=self.decoder.config.get_text_config().hidden_size,
         )
 
-    def _head(self) -> "OutputHead | HeadElsewhere":
+    def _head(self) -> "OutputHead | ValueHead | HeadElsewhere":
         if self.mesh.place["pp"] < self.mesh.size("pp") - 1:
-            return HeadElsewhere(torch.empty(0, 0, dtype=self.compute, device=self.mesh.device))
+            columns = (ValueHead if is_critic(self.module) else OutputHead).columns
+            return HeadElsewhere(torch.empty(0, 0, dtype=self.compute, device=self.mesh.device), columns)
         return super()._head()
 
 
 @dataclass
 class HeadElsewhere:
-    """What a stage has that does not have the head: a weight without rows."""
+    """What a stage has that does not have the head: a weight without rows, and the names of what the head says."""
 
     weight: Tensor
+    columns: tuple[str, ...]
     gradient_total: None = None
 
 

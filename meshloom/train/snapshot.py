@@ -5,9 +5,12 @@ Refuses to know: when to save, and what else a checkpoint holds. Always holds: a
 goes on; a folder written here is loaded by transformers and peft as it is.
 
 A snapshot's files: ``model/`` (a Hugging Face folder in the training dtype) or ``adapter/`` (a peft folder), with the
-tokenizer, and ``optimizer.safetensors`` (float32 masters where the model is narrower, and moments).
+tokenizer, and ``optimizer.safetensors`` (float32 masters where the model is narrower, and moments). Those of a critic are
+``critic/`` and ``critic_optimizer.safetensors``.
 """
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +21,20 @@ from transformers import PreTrainedTokenizerBase
 
 from meshloom.train.head import plain_model
 from meshloom.train.model import TrainedModel
+from meshloom.train.value_head import architecture_of, is_critic
 
 MODEL, ADAPTER, OPTIMIZER = "model", "adapter", "optimizer.safetensors"
+CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer.safetensors"
+
+
+def model_name(model: TrainedModel) -> str:
+    """Folder of a model's whole weights in a checkpoint."""
+    return CRITIC if is_critic(model.module) else MODEL
+
+
+def optimizer_name(model: TrainedModel) -> str:
+    """File of its optimizer."""
+    return CRITIC_OPTIMIZER if is_critic(model.module) else OPTIMIZER
 
 
 def _host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -78,14 +93,19 @@ class ModelSnapshot:
     def write(self, folder: Path) -> None:
         """Write the snapshot's files."""
         if self.model.settings.lora is None:
-            self._write_model(folder / MODEL)
+            self._write_model(folder / model_name(self.model))
         else:
             self._write_adapter(folder / ADAPTER)
         if self.optimizer:
-            save_file(self.optimizer, folder / OPTIMIZER)
+            save_file(self.optimizer, folder / optimizer_name(self.model))
 
     def _write_model(self, folder: Path) -> None:
-        plain_model(self.model.module).save_pretrained(folder, state_dict=self.weights)
+        plain = plain_model(self.model.module)
+        plain.save_pretrained(folder, state_dict=self.weights)
+        if is_critic(plain):
+            config = json.loads((folder / "config.json").read_text())
+            config["architectures"] = [architecture_of(plain)]
+            (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         self.tokenizer.save_pretrained(folder)
 
     def _write_adapter(self, folder: Path) -> None:
@@ -95,12 +115,29 @@ class ModelSnapshot:
         self.tokenizer.save_pretrained(folder)
 
 
+@dataclass(frozen=True)
+class ModelSnapshots:
+    """Several models between two steps."""
+
+    parts: Sequence[ModelSnapshot]
+
+    @property
+    def num_bytes(self) -> int:
+        """About what all files take."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def write(self, folder: Path) -> None:
+        """Write the files of all."""
+        for part in self.parts:
+            part.write(folder)
+
+
 @torch.no_grad()
 def restore(model: TrainedModel, folder: Path, updates: int) -> None:
     """Load a snapshot's adapters and optimizer into a model built from the same settings.
 
-    The weights of a model without adapters are not read here: build it from ``folder / MODEL``. All files are read
-    through host memory.
+    The weights of a model without adapters are not read here: build it from ``folder / MODEL``, or a critic from
+    ``folder / CRITIC``. All files are read through host memory.
 
     Args:
         model: the model to fill.
@@ -114,4 +151,4 @@ def restore(model: TrainedModel, folder: Path, updates: int) -> None:
         if result.unexpected_keys:
             raise ValueError(f"adapter weights fit no layer: {result.unexpected_keys[:3]}")
     if model.optimizer is not None:
-        model.optimizer.load_state_tensors(load_file(folder / OPTIMIZER), updates)
+        model.optimizer.load_state_tensors(load_file(folder / optimizer_name(model)), updates)

@@ -12,6 +12,7 @@ from meshloom.config.errors import UserError
 from meshloom.plan.shards import stage_layers
 from meshloom.train.head import decoder_of
 from meshloom.train.mesh import TrainMesh
+from meshloom.train.value_head import head_of, put_head
 
 
 class Elsewhere(nn.Module):
@@ -55,14 +56,14 @@ def keep_stage(model: PreTrainedModel, mesh: TrainMesh) -> list[str]:
             where="parallel.actor.pipeline",
             fix=f"parallel.actor.pipeline={len(layers)} or less",
         )
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    table, head = model.get_input_embeddings(), head_of(model)
     tied = table.weight is head.weight
     for index in set(range(len(layers))) - set(stage_layers(len(layers), stages, stage)):
         layers[index] = Elsewhere(layers[index])
     first, last = stage == 0, stage == stages - 1
     if not last:
         decoder.norm = Elsewhere(decoder.norm)
-        model.set_output_embeddings(Elsewhere(head))
+        put_head(model, Elsewhere(head))
     if not first and not (last and tied):
         model.set_input_embeddings(Elsewhere(table))
     return [name for name, p in model.named_parameters() if p is table.weight] if tied and (first or last) else []

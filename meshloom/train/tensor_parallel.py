@@ -30,6 +30,7 @@ from meshloom.train.exchange import add_up_own, gather, own
 from meshloom.train.head import decoder_of
 from meshloom.train.load_sharded import parameter_owners
 from meshloom.train.mesh import TrainMesh
+from meshloom.train.value_head import head_of, is_critic
 from meshloom.train.vocabulary import VocabularyPart
 
 COLUMNS, ROWS, HEAD_NORM = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -150,7 +151,10 @@ class _Cutter:
 
     def cut_vocabulary(self) -> None:
         """Cut embedding and head, if the vocabulary divides evenly."""
-        table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        table, head = self.model.get_input_embeddings(), head_of(self.model)
+        if is_critic(self.model):  # each rank has the whole of a scalar head, which sees all tokens
+            self._tables = {id(parameter) for parameter in head.parameters()}
+            head = None
         # A stage of a pipeline may have either, or none.
         tables = [module for module in (table, head) if isinstance(module, nn.Embedding | nn.Linear)]
         for module in (table, head):
@@ -164,7 +168,7 @@ class _Cutter:
         if len(rows) != 1 or (size := rows.pop()) % self.ranks:
             if table in tables:
                 table.forward = partial(_whole_embedding_forward, table, self.group)
-            self._tables = {id(parameter) for module in tables for parameter in module.parameters()}
+            self._tables |= {id(parameter) for module in tables for parameter in module.parameters()}
             return
         each = size // self.ranks
         part = VocabularyPart(self.rank * each, each, self.group)

@@ -1,9 +1,9 @@
-"""verl's ``algorithm``, ``critic`` and ``distillation`` keys.
+"""verl's ``algorithm`` and ``distillation`` keys.
 
 Owns: their meaning here. Always holds: an estimator or correction that is not here is refused, never replaced.
 """
 
-from meshloom.config.names import REFUSED_ADVANTAGES, Advantage
+from meshloom.config.names import Advantage
 from meshloom.config.verl.correction_rules import correction_rules
 from meshloom.config.verl.sheet import Sheet
 
@@ -31,19 +31,11 @@ def _estimator(sheet: Sheet) -> None:
         sheet.set("algorithm.advantage", _ESTIMATORS[name], key)
         if name != _ESTIMATORS[name]:
             sheet.warn(key, f"{name} is {_ESTIMATORS[name]}, computed in another way")
-        sheet.ignore("gae alone uses it", "algorithm.lam")
+        if name != "gae":
+            sheet.ignore("gae alone uses it", "algorithm.lam")
         return
     others = ", ".join(_ESTIMATORS)
-    if name in REFUSED_ADVANTAGES:
-        given = "" if key in sheet.given.entries else ", verl's default,"
-        text = f"{name}{given} {REFUSED_ADVANTAGES[name]}, which a run does not have yet"
-        sheet.set("algorithm.advantage", name, key)
-        sheet.translated.pop(key, None)
-        sheet.refuse(key, f"{text}; set it to one of {others}")
-    else:
-        sheet.refuse(key, f"the estimator {name!r} has no counterpart here; set it to one of {others}")
-    if name == "gae":
-        sheet.set("algorithm.lam", sheet.number("algorithm.lam"), "algorithm.lam")
+    sheet.refuse(key, f"the estimator {name!r} has no counterpart here; set it to one of {others}")
     sheet.ignore(f"it belongs to {key}, which is refused", "algorithm.lam")
 
 
@@ -77,23 +69,6 @@ def _groups(sheet: Sheet) -> None:
     sheet.ignore(
         "how many rounds are in flight follows from algorithm.max_lag_versions", f"{group}.max_inflight_gen_batches"
     )
-
-
-def critic_rules(sheet: Sheet) -> None:
-    """The critic, which no run has yet: cuts and offload are translated, what would train it is not."""
-    wanted = sheet.text("algorithm.adv_estimator") == "gae" or sheet.flag("critic.enable")
-    names = [key for key in sheet.open() if key.startswith(("critic.", "trainer.max_critic_ckpt"))]
-    if not wanted:
-        sheet.ignore("the estimator needs no critic", *names)
-        return
-    if sheet.flag("critic.enable"):
-        sheet.refuse("critic.enable", "a run has no critic yet; set it to False, with an estimator that needs none")
-    for key in names:
-        quiet = ("profiler", "checkpoint", "nccl_timeout", "use_remove_padding", "max_critic_ckpt")
-        if any(part in key for part in quiet):
-            sheet.ignore("it decides nothing that is learned", key)
-        else:
-            sheet.refuse(key, "a run has no critic yet; set algorithm.adv_estimator=grpo, or another that needs none")
 
 
 def distillation_rules(sheet: Sheet) -> None:

@@ -11,7 +11,9 @@ DEFAULT_SHAPES = {"veomni": ("lr_scheduler_type", "cosine"), "torchtitan": ("dec
 """Key and value of the schedule, for engines whose default is not a constant rate."""
 
 
-def optimizer_rules(sheet: Sheet, group: str, engine: str, *, updates_per_step: int, steps: int | None) -> None:
+def optimizer_rules(
+    sheet: Sheet, group: str, engine: str, *, updates_per_step: int, steps: int | None, target: str = "optimizer"
+) -> None:
     """AdamW, its rate and its schedule.
 
     Args:
@@ -19,26 +21,27 @@ def optimizer_rules(sheet: Sheet, group: str, engine: str, *, updates_per_step: 
         engine: ``fsdp``, ``megatron``, …; they name the schedule differently.
         updates_per_step: optimizer updates of one step of verl's schedule.
         steps: steps of the whole run, as far as known.
+        target: our group of settings.
     """
-    sheet.set("optimizer.lr", sheet.number(f"{group}.lr"), f"{group}.lr")
-    _betas(sheet, f"{group}.betas")
-    sheet.set("optimizer.eps", sheet.number(f"{group}.eps"), f"{group}.eps")
-    sheet.set("optimizer.weight_decay", sheet.number(f"{group}.weight_decay"), f"{group}.weight_decay")
+    sheet.set(f"{target}.lr", sheet.number(f"{group}.lr"), f"{group}.lr")
+    _betas(sheet, target, f"{group}.betas")
+    sheet.set(f"{target}.eps", sheet.number(f"{group}.eps"), f"{group}.eps")
+    sheet.set(f"{target}.weight_decay", sheet.number(f"{group}.weight_decay"), f"{group}.weight_decay")
     if f"{group}.weight_decay" in sheet.given.entries and sheet.number(f"{group}.weight_decay"):
         text = "weight decay acts on matrices only, not on biases, norms and embeddings; verl's acts on everything"
         sheet.warn(f"{group}.weight_decay", text)
     clip = sheet.number(f"{group}.clip_grad")
-    sheet.set("optimizer.max_grad_norm", clip if clip and clip > 0 else None, f"{group}.clip_grad")
+    sheet.set(f"{target}.max_grad_norm", clip if clip and clip > 0 else None, f"{group}.clip_grad")
     _kind(sheet, group)
-    _schedule(sheet, group, engine)
-    _warmup(sheet, group, updates_per_step, steps)
-    _engine_details(sheet, group)
+    _schedule(sheet, target, group, engine)
+    _warmup(sheet, target, group, updates_per_step, steps)
+    _engine_details(sheet, target, group)
 
 
-def _betas(sheet: Sheet, key: str) -> None:
+def _betas(sheet: Sheet, target: str, key: str) -> None:
     value = sheet.value(key)
     if isinstance(value, list) and len(value) == 2 and all(isinstance(one, int | float) for one in value):
-        sheet.set("optimizer.betas", [float(one) for one in value], key)
+        sheet.set(f"{target}.betas", [float(one) for one in value], key)
     else:
         sheet.refuse(key, "two numbers in a list are expected, such as [0.9,0.999]")
 
@@ -56,20 +59,20 @@ def _kind(sheet: Sheet, group: str) -> None:
     sheet.ignore("AdamW, on float32 master weights", f"{group}.optimizer_impl")
 
 
-def _schedule(sheet: Sheet, group: str, engine: str) -> None:
+def _schedule(sheet: Sheet, target: str, group: str, engine: str) -> None:
     deciding = f"{group}.{_SHAPES.get(engine, 'lr_scheduler_type')}"
     shape = sheet.text(deciding) or "constant"
     if shape not in ("constant", "linear", "cosine"):
         sheet.refuse(deciding, f"the schedule {shape!r} is not offered; use constant, linear or cosine")
         shape = "constant"
-    sheet.set("optimizer.schedule", shape, deciding)
+    sheet.set(f"{target}.schedule", shape, deciding)
     why = f"the engine {engine!r} does not read it"
     sheet.ignore(why, *(f"{group}.{name}" for name in ("lr_scheduler_type", *_SHAPES.values())))
     floors = [f"{group}.{name}" for name in ("min_lr_ratio", *_FLOORS.values())]
     if shape == "constant":
         sheet.ignore("a constant rate does not fall", *floors)
     else:
-        _floor(sheet, group, _FLOORS.get(engine, "min_lr_ratio"))
+        _floor(sheet, target, group, _FLOORS.get(engine, "min_lr_ratio"))
         cycles = sheet.number(f"{group}.num_cycles", 0.5)
         if shape == "cosine" and cycles != 0.5:
             sheet.refuse(f"{group}.num_cycles", "the cosine falls once, which is half a cycle; set it to 0.5")
@@ -77,19 +80,19 @@ def _schedule(sheet: Sheet, group: str, engine: str) -> None:
     sheet.ignore("half a cycle: the rate falls once", f"{group}.num_cycles")
 
 
-def _floor(sheet: Sheet, group: str, name: str) -> None:
+def _floor(sheet: Sheet, target: str, group: str, name: str) -> None:
     key = f"{group}.{name}"
     value = sheet.number(key, 0.0) or 0.0
     if name in ("min_lr", "lr_min"):
         value = value / (sheet.number(f"{group}.lr") or 1.0)
-    sheet.set("optimizer.min_lr_ratio", value, key)
+    sheet.set(f"{target}.min_lr_ratio", value, key)
 
 
-def _warmup(sheet: Sheet, group: str, updates_per_step: int, steps: int | None) -> None:
+def _warmup(sheet: Sheet, target: str, group: str, updates_per_step: int, steps: int | None) -> None:
     count, ratio = f"{group}.lr_warmup_steps", f"{group}.lr_warmup_steps_ratio"
     given, share = sheet.whole(count), sheet.number(ratio) or 0.0
     if given is not None and given > 0:
-        sheet.set("optimizer.warmup_updates", given * updates_per_step, count)
+        sheet.set(f"{target}.warmup_updates", given * updates_per_step, count)
         if updates_per_step > 1:
             text = f"{given} steps of {updates_per_step} updates: the rate moves once a step there, once an update here"
             sheet.warn(count, text)
@@ -101,7 +104,7 @@ def _warmup(sheet: Sheet, group: str, updates_per_step: int, steps: int | None) 
         sheet.refuse(ratio, f"{text}, or {count}")
         sheet.ignore(f"{ratio} decides", count)
         return
-    sheet.set("optimizer.warmup_updates", int(share * (steps or 0)) * updates_per_step, *keys)
+    sheet.set(f"{target}.warmup_updates", int(share * (steps or 0)) * updates_per_step, *keys)
 
 
 _DETAILS = {
@@ -133,12 +136,12 @@ _ARGUMENTS = {
 }
 
 
-def _engine_details(sheet: Sheet, group: str) -> None:
+def _engine_details(sheet: Sheet, target: str, group: str) -> None:
     for name, reason in _DETAILS.items():
         sheet.ignore(reason, f"{group}.{name}")
     for name, (allowed, reason) in _MUST_BE.items():
         key = f"{group}.{name}"
-        flat = name.startswith("lr_decay") and sheet.settings["optimizer.schedule"].value == "constant"
+        flat = name.startswith("lr_decay") and sheet.settings[f"{target}.schedule"].value == "constant"
         if sheet.has(key) and sheet.value(key) != allowed and not flat:
             sheet.refuse(key, f"{reason} here; set it to {'null' if allowed is None else allowed}")
         sheet.ignore(reason, key)
@@ -146,15 +149,15 @@ def _engine_details(sheet: Sheet, group: str) -> None:
         if key.startswith(f"{group}.muon_"):
             sheet.ignore("the optimizer Muon alone uses it", key)
         elif key.startswith(f"{group}.override_optimizer_config"):
-            _argument(sheet, key)
+            _argument(sheet, target, key)
 
 
-def _argument(sheet: Sheet, key: str) -> None:
+def _argument(sheet: Sheet, target: str, key: str) -> None:
     name = key.rpartition(".")[2]
     if name in OFFLOADS:
         return
     if name == "eps" and sheet.has(key):
-        sheet.set("optimizer.eps", sheet.number(key), key)
+        sheet.set(f"{target}.eps", sheet.number(key), key)
     elif name in _ARGUMENTS or not sheet.value(key):
         sheet.ignore(_ARGUMENTS.get(name, "it changes nothing"), key)
     else:

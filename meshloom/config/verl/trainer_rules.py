@@ -92,10 +92,6 @@ def _validation(sheet: Sheet) -> None:
 
 
 def _loop(sheet: Sheet) -> None:
-    warmup = "trainer.critic_warmup"
-    if sheet.whole(warmup, 0):
-        sheet.refuse(warmup, "every step updates the policy, as there is no critic that learns before it; set it to 0")
-    sheet.ignore("every step updates the policy", warmup)
     mode = "trainer.v1.trainer_mode"
     if sheet.text(mode, "sync") not in ("sync", "colocate_sync"):
         text = "generation and training take turns; samples are never older than the weights"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshloom.config.verl import actor_rules, algorithm_rules, data_rules, parallel_rules, rollout_rules
+from meshloom.config.verl import actor_rules, algorithm_rules, critic_rules, data_rules, parallel_rules, rollout_rules
 from meshloom.config.verl.command import Command, read_command
 from meshloom.config.verl.defaults import CONFIG_NAMES, ENTRIES, OTHER_ENTRIES, RL_DEFAULTS, SFT_DEFAULTS
 from meshloom.config.verl.given import Given
@@ -118,9 +118,7 @@ def _rl_rules(sheet: Sheet, where: str, num_prompts: int | None, vllm_is_there: 
     _reference(sheet, where)
     rollout_rules.rollout_rules(sheet, vllm_is_there=vllm_is_there)
     algorithm_rules.algorithm_rules(sheet)
-    if sheet.text("algorithm.adv_estimator") == "gae":
-        parallel_rules.role_rules(sheet, "critic", where)
-    algorithm_rules.critic_rules(sheet)
+    critic_rules.critic_rules(sheet, where, updates_per_step=_updates(sheet), steps=known_steps(sheet, num_prompts))
     algorithm_rules.distillation_rules(sheet)
     data_rules.reward_rules(sheet)
     trainer_rules(sheet)
