@@ -132,7 +132,12 @@ def with_all_weights(outcome: Outcome, stages: list[Outcome]) -> Outcome:
 
 
 def assert_same(
-    found: list[Outcome], expected: Outcome, *, places: int, all_on_first: bool = False, weights: bool = True
+    found: list[Outcome],
+    expected: Outcome,
+    *,
+    places: int,
+    all_on_first: bool = False,
+    weights: bool = True,
 ) -> None:
     """Loss, gradient norm, log-probs of each update, and weights after the last, to 1e-5. ``found``: one of each data
     place, in order."""
@@ -145,7 +150,7 @@ def assert_same(
         whole = expected.logprobs[update].split(batch.lengths.tolist(), dim=1)
         for place, outcome in enumerate(found):
             own = [x for i, x in enumerate(whole) if (0 if all_on_first else i % places) == place]
-            mine = torch.cat(own, 1) if own else torch.zeros(2, 0)
+            mine = torch.cat(own, 1) if own else torch.zeros(len(expected.logprobs[update]), 0)
             torch.testing.assert_close(outcome.logprobs[update], mine, rtol=1e-5, atol=1e-5)
     if not weights:
         return

@@ -96,7 +96,7 @@ class ModelSnapshot:
             self._write_model(folder / model_name(self.model))
         else:
             self._write_adapter(folder / ADAPTER)
-        if self.optimizer:
+        if self.model.optimizer is not None:  # of no tensors before the first update
             save_file(self.optimizer, folder / optimizer_name(self.model))
 
     def _write_model(self, folder: Path) -> None:
