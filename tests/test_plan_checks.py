@@ -6,7 +6,7 @@ import pytest
 
 from meshloom.config.errors import UserError
 from meshloom.config.load import dump_yaml, load_settings
-from meshloom.config.names import GREEDY_ADVANTAGES, Advantage
+from meshloom.config.names import GREEDY_ADVANTAGES, VALUE_ADVANTAGES, Advantage
 from meshloom.config.problems import Problem
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan import build_plan
@@ -169,6 +169,7 @@ def test_the_accepted_names_are_those_of_the_algorithms_and_verifiers() -> None:
 
     assert set(map(str, Advantage)) == set(ADVANTAGES)
     assert {name for name in ADVANTAGES if ADVANTAGES[name].needs_greedy} == GREEDY_ADVANTAGES
+    assert {name for name in ADVANTAGES if ADVANTAGES[name].needs_values} == VALUE_ADVANTAGES
     assert set(map(str, PolicyLoss)) == set(POLICY_LOSSES)
     assert set(map(str, Verifier)) == set(VERIFIERS)
     synonyms = {name + plus for name in ("kl", "mse", "low_var_kl") for plus in ("", "+")}

@@ -184,11 +184,16 @@ def test_roles_on_devices_of_their_own_work_at_once() -> None:
 
 
 def test_a_critic_has_a_head_of_one_output_and_its_own_update() -> None:
-    found = over("Qwen2.5-1.5B", "placement.critic=[0]", "cluster.devices_per_node=1", "algorithm.kl=none")
+    found = over("Qwen2.5-1.5B", "algorithm.advantage=gae", "cluster.devices_per_node=1", "algorithm.kl=none")
     model = count_parameters(PUBLIC["Qwen2.5-1.5B"])
-    assert holdings(found)["critic: weights"] == 2 * (model.total + model.hidden)
+    assert holdings(found)["critic: weights"] == 2 * (model.total + model.hidden + 1)
     critic, actor = (found.seconds(role, Phase.UPDATE) for role in (Role.CRITIC, Role.ACTOR))
     assert 0.7 * actor < critic < actor
+    assert 0 < found.seconds(Role.CRITIC, Phase.VALUES) < critic
+    assert found.seconds(Role.CRITIC, Phase.LOGPROB) == 0
+    names = {holding.name for holding in found.groups[0].ledger.holdings if holding.role == "critic"}
+    assert {"weights", "optimizer moments", "gradients", "activations", "activations in values"} <= names
+    assert holdings(found)["critic: logits"] < 2**20 < holdings(found)["actor: logits"]
 
 
 def test_offload_is_counted_in_memory_and_time() -> None:

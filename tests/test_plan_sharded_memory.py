@@ -307,7 +307,7 @@ def test_roles_of_one_phase_take_turns() -> None:
     alone, both = device_ledger([actor(model)]), device_ledger([actor(model), critic])
     kept = sum(h.bytes for h in model_holdings(critic) if not h.fleeting)
     assert both.held(Phase.UPDATE) == alone.held(Phase.UPDATE) + kept
-    assert critic.model.total == model.total + model.hidden
+    assert critic.model.total == model.total + model.hidden + 1
 
 
 def test_an_engine_that_sleeps_leaves_the_update_alone() -> None:

@@ -15,7 +15,7 @@ from meshloom.config.reward_settings import reward_models
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.device_checks import lay_out, problem_of
 from meshloom.plan.layout import Layout
-from meshloom.plan.placement import Role, devices_of_machine
+from meshloom.plan.placement import Role, devices_of_machine, has_critic
 
 PLANNED = " is planned, not carried out"
 """How what is planned only is told."""
@@ -60,6 +60,10 @@ def planned_only(settings: TrainSettings, layout: Layout) -> tuple[Problem, ...]
 
 def _refusals(settings: TrainSettings, layout: Layout) -> Iterator[Problem]:
     for found in layout.roles:
+        if found.role == Role.CRITIC and not has_critic(settings):
+            yield _refusal(
+                settings, "placement.critic", "a critic that nothing asks for values", "placement.critic=all"
+            )
         if found.role == Role.REWARD:
             path = f"placement.{found.role}"
             yield _refusal(settings, path, f"a {found.role} model on devices", f"{path}=all")

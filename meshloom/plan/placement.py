@@ -65,7 +65,7 @@ def roles_of(settings: TrainSettings) -> tuple[Role, ...]:
         Role.ACTOR: True,
         Role.ROLLOUT: True,
         Role.REFERENCE: settings.algorithm.kl is not KlPlace.NONE and settings.model.lora is None,
-        Role.CRITIC: has_critic(settings),
+        Role.CRITIC: has_critic(settings) or settings.placement.critic != "all",
         Role.REWARD: settings.placement.reward != "all",
     }
     return tuple(role for role, is_needed in needed.items() if is_needed)
