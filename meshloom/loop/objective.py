@@ -49,8 +49,8 @@ def with_advantages(
 ) -> Samples:
     """The batch with ``advantages`` for each token and ``advantage`` (their mean) for each sample.
 
-    Reads ``reward``, ``valid``, ``group`` and, where there are such, ``greedy_reward``, ``turn_reward`` and a critic's ``values``,
-    with which come ``returns``. An episode of several samples is judged as one.
+    Reads ``reward``, ``valid``, ``group`` and, where there are such, ``greedy_reward``, ``turn_reward`` and a critic's
+    ``values``, with which come ``returns``. An episode of several samples is judged as one.
 
     Args:
         samples: of the step.
