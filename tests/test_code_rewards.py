@@ -189,9 +189,10 @@ def test_the_time_of_all_tests_together_is_bounded() -> None:
     assert found["remark"].startswith("time_limit: ")
 
 
-CHECK = {
+CODE = {
     "entry_point": "f",
-    "test": "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(5) == 6",
+    "test": "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(5) == 6\n"
+    "assert all([f(1) == 2])\nassert len([f(5)]) == 1 and f(5) == 6",
 }
 CALLS = {"entry_point": "f", "tests": [{"arguments": [1], "expected": 2}, {"arguments": [5], "expected": 6}]}
 PRINTS = {"inputs": ["1"], "outputs": ["2"]}
@@ -232,12 +233,12 @@ CHEATS = {
     ),
     "a signal to the checker": "import os\ndef f(x):\n try: os.kill(-1, 9)\n except OSError: pass\n return 0",
     "an answer without end": "def f(x):\n a = []\n for _ in range(20000): a = [a]\n return a",
+    "an answer as deep as can be read": "def f(x):\n a = []\n for _ in range(900): a = [a]\n return a",
+    "an integer longer than can be read": "def f(x):\n import sys\n sys.set_int_max_str_digits(0)\n return 10**9000",
+    "a lone surrogate": "def f(x): return chr(0xD800)",
     "a long answer": "def f(x): return 'x' * 2 * 10**7",
     "not a number": "def f(x): return float('nan')",
 }
-
-
-ASSERTS = {"entry_point": "f", "test": "assert all([f(1) == 2])\nassert len([f(5)]) == 1 and f(5) == 6"}
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +250,7 @@ def hasty() -> Iterator[CodeJudge]:
 
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_cheat_is_worth_nothing(hasty: CodeJudge, cheat: str) -> None:
-    for row in (CHECK, CALLS, ASSERTS):
+    for row in (CODE, CALLS):
         found = hasty.score(ask(CHEATS[cheat], row))
         assert found["score"] == 0, (row, found)
         assert found["remark"].partition(":")[0] != "passed"
@@ -297,19 +298,32 @@ def test_a_row_with_broken_tests_is_never_a_zero(judge: CodeJudge, answer: Any, 
         ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2\n"),
         ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
         ("x = 1\nprint(x)", "x = 1\nprint(x)"),
-        ("The answer is 4.", None),
+        ("    return a + b", "    return a + b"),
         ("", None),
+        (" \n", None),
         ("```java\nclass A {}\n```", None),
     ],
 )
 def test_the_program_is_the_last_block_of_python(response: str, program: str | None) -> None:
-    assert find_program(response) == program
+    found = find_program(response)
+    assert (found and found.source) == program
+
+
+def test_a_start_that_is_given_may_be_gone_on_with_without_a_block(judge: CodeJudge) -> None:
+    row = {"entry_point": "add", "prompt": "def add(a, b):\n", "test": "def check(f):\n    assert f(1, 2) == 3"}
+    request = RewardRequest(
+        response="    return a + b\n", answer=row, data_source="d", extra={}, prompt="p", finish="stop"
+    )
+    assert judge.score(request)["score"] == 1
 
 
 def test_a_response_without_program_is_the_models_fault(judge: CodeJudge) -> None:
     request = RewardRequest(response="I cannot.", answer=PRINTS, data_source="d", extra={}, prompt="p", finish="stop")
     found = judge.score(request)
-    assert (found["score"], found["remark"]) == (0.0, "no_program: the response has no block of Python")
+    assert (found["score"], found["remark"]) == (
+        0.0,
+        "no_program: the response has no block of Python, and is none itself",
+    )
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,9 @@ def test_a_run_says_what_separates_programs_and_counts_verdicts(
     verdicts = {name: value for name, value in record["metrics"].items() if name.startswith("code/")}
     assert sum(verdicts.values()) == len(of_training) == record["metrics"]["samples"]
     assert record["metrics"]["reward_invalid"] == 0
-    assert all(sample["reward"] == 0 and sample["remark"].partition(":")[0] in "no_program" for sample in of_training)
+    assert all(sample["reward"] == 0 for sample in of_training)
+    assert {f"code/{sample['remark'].partition(':')[0]}" for sample in of_training} == set(verdicts)
+    assert "code/passed" not in verdicts
 
 
 def test_a_plan_refuses_programs_that_were_not_asked_for(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:

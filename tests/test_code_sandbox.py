@@ -66,6 +66,17 @@ def test_a_right_program_passes(judge: CodeJudge) -> None:
     assert (found.passed, found.total, found.finding.verdict) == (1, 1, Verdict.PASSED)
 
 
+def test_a_program_may_read_its_input_in_any_way(judge: CodeJudge) -> None:
+    program = (
+        "import os, sys\nprint(open('/dev/stdin').read() + sys.stdin.readline() + sys.stdin.buffer.read().decode())"
+    )
+    assert judged(judge, program, "3 4\n3 4\n", "3 4\n").passed == 1
+    assert judged(judge, "print(open(0).read())", "3 4", "3 4").passed == 1
+    assert judged(
+        judge, "import threading\nt = threading.Thread(target=lambda: print(input()))\nt.start()", "x", "x"
+    ).passed
+
+
 BOMB = """
 import os, sys
 made = 0
@@ -138,7 +149,7 @@ def test_a_misdeed_costs_its_own_program_only_and_is_named(judge: CodeJudge, mis
     assert found.passed == 0
     assert expected is None or found.finding.verdict is expected, found
     assert judged(judge, "print('right')").passed == 1
-    assert left_over() == []
+    assert "SLEEP" not in program or left_over() == []
 
 
 IDLE = {

@@ -7,6 +7,9 @@ tolerance, everything else must be equal.
 import math
 from typing import Any
 
+_LONGEST_NUMBER = 400
+"""Characters of a number that is read as one; the longest that can be written without an exponent has fewer."""
+
 
 def same_output(found: str, wanted: str, tolerance: float) -> bool:
     """Lines without white space at their ends, without blank lines at the end; numbers with a point within the tolerance."""
@@ -34,7 +37,7 @@ def _same_line(found: str, wanted: str, tolerance: float) -> bool:
 
 def _close_text(found: str, wanted: str, tolerance: float) -> bool:
     """Two numbers, the wanted one written with a point or an exponent."""
-    if not tolerance or not any(sign in wanted for sign in ".eE"):
+    if not tolerance or len(found) > _LONGEST_NUMBER or not any(sign in wanted for sign in ".eE"):
         return False
     try:
         return _close(float(found), float(wanted), tolerance)

@@ -1,12 +1,11 @@
 """The program in a response.
 
-Always holds: it is the last fenced block that is Python or says no language; without any such block, the whole response is the
-program only if it says so by being nothing but Python.
+Always holds: it is the last fenced block that is Python or says no language; without any block, it is the whole response.
+Whether that is Python is found where it runs: nothing a model wrote is parsed here.
 """
 
-import ast
 import re
-import warnings
+from dataclasses import dataclass
 
 _FENCE = re.compile(
     r"^[ \t]*(```+|~~~+)[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
@@ -14,33 +13,26 @@ _FENCE = re.compile(
 _PYTHON = {"", "python", "python3", "py", "py3"}
 
 
-def find_program(response: str) -> str | None:
-    """The program, or none.
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program, and whether the response set it off as one."""
+
+    source: str
+    fenced: bool
+
+
+def find_program(response: str) -> Program | None:
+    """The program; none in an empty response.
 
     A block that is not closed (the response was cut) reaches to the end. What is between ``<think>`` and ``</think>`` counts
     only where nothing follows it.
     """
     _, thought, after = response.rpartition("</think>")
-    for text in (after, response) if thought and after.strip() else (response,):
-        blocks = [body for _, language, body in _FENCE.findall(text) if language.lower() in _PYTHON]
-        if blocks:
-            return blocks[-1]
-        if is_python(text):
-            return text
-    return None
-
-
-def is_python(text: str) -> bool:
-    """Whether a text is a Python program that does something."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return any(not isinstance(statement, ast.Expr) for statement in body) or any(
-        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) for statement in body
-    )
+    text = after if thought and after.strip() else response
+    blocks = [body for _, language, body in _FENCE.findall(text) if language.lower() in _PYTHON]
+    if blocks:
+        return Program(source=blocks[-1], fenced=True)
+    return Program(source=text, fenced=False) if text.strip() and not _FENCE.search(text) else None
 
 
 def defines(source: str, name: str) -> bool:

@@ -24,6 +24,8 @@ from meshloom.rewards.sandbox.limits import Limits
 
 _SHOWN_CHARACTERS = 120
 _CHECKER_BYTES = 2**30
+_NONE = Finding(verdict=Verdict.NO_PROGRAM, detail="the response has no block of Python, and is none itself")
+_NO_PYTHON = ("SyntaxError: ", "IndentationError: ", "TabError: ")
 _STARTS = 2
 """How often a program is run before the sandbox is held to be at fault."""
 
@@ -77,13 +79,16 @@ class CodeJudge:
             SandboxFault: if programs cannot be run.
         """
         tests = read_tests(request.answer, request.extra)
-        program = find_program(request.response)
-        if program is None:
-            finding = Finding(verdict=Verdict.NO_PROGRAM, detail="the response has no block of Python")
-            return self._result(Judgement(passed=0, total=1, finding=finding, cpu_s=0.0))
+        found = find_program(request.response)
+        if found is None:
+            return self._result(Judgement(passed=0, total=1, finding=_NONE, cpu_s=0.0))
+        program = found.source
         if tests.prefix and tests.entry_point and not defines(program, tests.entry_point):
             program = _joined(tests.prefix, program)
-        return self._result(self.judge(program, tests))
+        judgement = self.judge(program, tests)
+        if not found.fenced and any(sign in judgement.finding.detail for sign in _NO_PYTHON):
+            judgement = replace(judgement, finding=_NONE)
+        return self._result(judgement)
 
     def judge(self, program: str, tests: Tests) -> Judgement:
         """Run a program against tests."""
@@ -239,7 +244,10 @@ def _wrong(detail: str) -> Finding:
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value)
+    except RecursionError:
+        return "a value nested too deeply"
     return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…")
 
 

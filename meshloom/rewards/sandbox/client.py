@@ -130,6 +130,8 @@ class Sandbox:
     """
 
     def __init__(self, python: str | None = None, without: Collection[str] = ()) -> None:
+        if sys.platform != "linux":
+            raise SandboxFault(f"programs are run on Linux, not on {sys.platform}")
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(meshloom.__file__).parent.parent)
         self._process = subprocess.Popen(

@@ -141,6 +141,7 @@ def give_up_rights(means: Means, folder: str) -> None:
         become(means.own_user)
     kernel.drop_capabilities()
     kernel.forbid_new_privileges()
+    kernel.set_dumpable(True)  # the change of rights has undone it
     if means.landlock:
         devices = [f"/dev/{name}" for name in _DEVICES]
         kernel.landlock(readable_paths(), [folder, *devices])

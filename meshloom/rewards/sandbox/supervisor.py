@@ -117,6 +117,9 @@ def _start(files: Descriptors, limits: Limits, means: Means, program: Callable[[
 def _shut_in(files: Descriptors, limits: Limits, means: Means, report: int, folder: str) -> tuple[int, int]:
     """Put up the last walls; where the task and the report are now."""
     os.setsid()
+    kernel.set_dumpable(True)  # its own files in /proc are a program's to use
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory ends after all, it is not the run that dies
     wanted = {0: files.stdin, 1: files.stdout, 2: files.stderr, 3: files.result}
     wanted |= {4: files.channel} if files.channel is not None else {}
     aside = {number: fcntl.fcntl(source, fcntl.F_DUPFD, _ASIDE) for number, source in wanted.items()}
