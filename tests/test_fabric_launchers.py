@@ -178,6 +178,14 @@ def test_a_host_file_starts_workers_over_ssh(tmp_path: Path, fake_ssh: dict[str,
     assert_no_worker_is_left(tmp_path)
 
 
+def test_hosts_that_are_not_those_of_the_plan_are_told_once(tmp_path: Path, fake_ssh: dict[str, str]) -> None:
+    """Each host's attendant used to repeat it."""
+    ((code, _, errors),) = outputs([launch(tmp_path, "worker-0\nworker-1\n", "!gpu7=1,worker-1=1", "sum", **fake_ssh)])
+    assert code == 2, errors
+    assert errors.count("node gpu7 is not among the hosts of this run") == 1
+    assert errors.count("hosts: worker-0, worker-1") == 1
+
+
 def test_what_a_host_file_started_ends_with_the_launcher(tmp_path: Path, fake_ssh: dict[str, str]) -> None:
     process = launch(tmp_path, "worker-0\nworker-1\n", "worker-0=1,worker-1=1", "sleep", **fake_ssh)
     while not (tmp_path / "ready").exists():

@@ -20,6 +20,7 @@ from meshloom.fabric.faults import Cause, WorkerFault
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.local import LocalSite
 from meshloom.fabric.seats import Seat
+from meshloom.fabric.stacks import python_stack, spied
 from meshloom.fabric.watch import Patience
 from meshloom.fabric.workers import Workers
 from meshloom.samples.ragged import Samples
@@ -239,6 +240,38 @@ def test_a_rank_held_by_a_signal_is_named(tmp_path: Path) -> None:
         with pytest.raises(WorkerFault, match="rank 1 .* does not answer") as raised:
             call.result()
     assert raised.value.cause is Cause.STOPPED and "fabric_hosts.py" in raised.value.look.stack[0]
+
+
+def test_the_main_thread_is_found_in_what_py_spy_prints() -> None:
+    """Named, or, in a process that has made no threads, by its number."""
+    other = 'Thread 8 (idle): "beat"\n    Thread.run (threading.py:982)\n'
+    head = "Process 7: python\nPython v3.11.7 (/usr/bin/python3.11)\n\n"
+    frames = "    Host.sleep (tests/fabric_hosts.py:76)\n    _Worker._call (meshloom/fabric/worker.py:155)\n"
+    for name in (': "MainThread"', ""):
+        for text in (f"Thread 7 (idle){name}\n{frames}{other}", f"{other}Thread 7 (active){name}\n{frames}"):
+            assert spied(head + text, 7) == ["Host.sleep (tests/fabric_hosts.py:76)"]
+    assert spied(head + other, 7) == spied("", 7) == []
+
+
+@pytest.mark.slow
+def test_py_spy_tells_where_a_held_rank_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the stack from outside: a process that is held stays so."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path / "spy"), "py-spy"]
+    subprocess.run(install, check=True, timeout=300)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'spy' / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    with workers_of(tmp_path, collectives=False, patience=Patience(lost_s=600.0)) as workers:
+        call = workers.submit("sleep", phase="generate", deadline_s=600)
+        events = call.events()
+        assert {next(events)[0], next(events)[0]} == {0, 1}
+        held = psutil.Process(pids_of(workers)[1])
+        held.suspend()
+        with (tmp_path / "silent").open("wb") as silent:
+            assert "fabric_hosts.py" in python_stack(held.pid, silent.fileno())[0]
+        assert held.status() == psutil.STATUS_STOPPED
+        held.resume()
+        os.kill(held.pid, signal.SIGKILL)
+        with pytest.raises(WorkerFault, match="rank 1"):
+            call.result()
 
 
 def test_a_held_attendant_is_a_lost_node(tmp_path: Path) -> None:

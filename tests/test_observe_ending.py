@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from meshloom.config.errors import RunFault
 from meshloom.loop.session import Session
 from meshloom.observe.run_folder import RunFolder
 from tests.lesson_runs import sft_settings, train_settings
@@ -73,3 +74,20 @@ def test_a_run_that_is_stopped_at_once_says_from_where_it_goes_on(tmp_path: Path
     assert ending(capsys)[-1].startswith(
         "stopped at once; nothing was saved yet, so it begins anew with: meshloom train"
     )
+
+
+def test_a_run_that_fails_leaves_a_report_with_its_ending(tmp_path: Path, capsys: Out) -> None:
+    """There was none, although everything up to the fault was recorded."""
+    path = tmp_path / "run"
+    with pytest.raises(RunFault), session(path) as run:
+        run.log("train", {"reward_mean": 1.0}, step=3)
+        raise RunFault("rank 1 (on node2, cuda:0, actor) was killed by SIGKILL", why="want of memory")
+    assert ending(capsys)[-1] == f"report:     {path}/report.html"
+    page = (path / "report.html").read_text()
+    assert '"state":"failed"' in page.replace('": "', '":"') and "rank 1 (on node2, cuda:0, actor) was killed by SIGKILL" in page
+
+
+def test_a_run_that_fails_before_its_first_record_leaves_none(tmp_path: Path, capsys: Out) -> None:
+    with pytest.raises(RunFault), session(tmp_path / "run"):
+        raise RunFault("the disk is full")
+    assert not (tmp_path / "run" / "report.html").exists() and "report" not in capsys.readouterr().out

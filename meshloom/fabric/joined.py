@@ -40,6 +40,10 @@ class JoinedSite(Site):
         with os.fdopen(self._launched.descriptor, "w") as pipe:
             pipe.write(json.dumps({"port": self.port, "secret": self._secret.hex()}) + "\n")
 
+    def finish(self, code: int, text: str = "") -> None:
+        """As ``Site.finish``. What attendants print over ssh comes out where this process has said it already."""
+        super().finish(code, "" if self._launched.kind == "hostfile" else text)
+
     def _missing(self, attendants: Sequence[Peer]) -> str:
         hosts = ", ".join(sorted({_label(peer) for peer in attendants})) or "none"
         return f"{len(attendants)} of {self._launched.num_attendants} processes are there; hosts: {hosts}"

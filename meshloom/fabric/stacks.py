@@ -59,8 +59,19 @@ def _by_spy(pid: int) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     except (subprocess.TimeoutExpired, OSError):
         return []
-    _, _, main = done.stdout.partition('"MainThread"')
-    return _frames(main.partition("\nThread ")[0], _SPY_FRAME)
+    return spied(done.stdout, pid)
+
+
+def spied(text: str, pid: int) -> list[str]:
+    """Frames of the main thread in what py-spy prints; a process that knows no threads has not named it.
+
+    Args:
+        text: of ``py-spy dump``.
+        pid: of the process, which is its main thread's number too.
+    """
+    threads = re.split(r"^Thread ", text, flags=re.M)[1:]
+    main = [thread for thread in threads if '"MainThread"' in thread.partition("\n")[0] or thread.startswith(f"{pid} ")]
+    return _frames(main[0], _SPY_FRAME) if main else []
 
 
 def _by_signal(pid: int, descriptor: int) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,10 +20,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from meshloom.config.errors import UserError
 from meshloom.config.settings import CheckpointSettings, LoggingSettings, SftSettings, TrainSettings
 from meshloom.loop.interrupt import Interrupt
 from meshloom.observe.display import open_display
-from meshloom.observe.ending import finished_lines, has_records, interrupted_lines, stopped_lines
+from meshloom.observe.ending import finished_lines, has_records, interrupted_lines, report_line, stopped_lines
 from meshloom.observe.loggers import LoggerContext, open_loggers
 from meshloom.observe.peaks import PhaseMemory
 from meshloom.observe.records import read_metrics
@@ -123,7 +124,13 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._resources.__exit__(kind, error, trace)
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
+        if kind is None:
+            return
+        path = self.folder.path
+        with suppress(OSError, UserError):  # what ended the run is on its way and tells more
+            if has_records(path):
+                self._say([report_line(write_report(path))])
+        if issubclass(kind, KeyboardInterrupt):
             newest = latest_checkpoint(self.folder.checkpoints)
             saved_step = 0 if newest is None else int(read_cut(newest).values["step"])
             self._say(interrupted_lines(self._command, self.folder.path, saved_step=saved_step))

@@ -50,9 +50,18 @@ def finished_lines(run_dir: Path, *, steps: int, first_step: int, seconds: float
     lines = [done + _accuracy(run_dir)]
     checkpoints = sorted((run_dir / CHECKPOINTS_FOLDER).glob("step-*"))
     places = {"report": run_dir / REPORT_FILE, "checkpoint": checkpoints[-1] if checkpoints else None}
-    lines += [f"{label + ':':<11} {path}" for label, path in places.items() if path is not None and path.exists()]
+    lines += [_labelled(label, path) for label, path in places.items() if path is not None and path.exists()]
     then = f"export {_quoted(run_dir)} OUT" if checkpoints else f"train RUN.yaml --from-samples {_quoted(run_dir)}"
-    return [*lines, f"{'next:':<11} meshloom {then}"]
+    return [*lines, _labelled("next", f"meshloom {then}")]
+
+
+def report_line(path: Path) -> str:
+    """Where the report of a run is that an error ended."""
+    return _labelled("report", path)
+
+
+def _labelled(label: str, text: str | Path) -> str:
+    return f"{label + ':':<11} {text}"
 
 
 def has_records(run_dir: Path) -> bool:
