@@ -83,8 +83,8 @@ def test_a_run_that_fails_leaves_a_report_with_its_ending(tmp_path: Path, capsys
         run.log("train", {"reward_mean": 1.0}, step=3)
         raise RunFault("rank 1 (on node2, cuda:0, actor) was killed by SIGKILL", why="want of memory")
     assert ending(capsys)[-1] == f"report:     {path}/report.html"
-    page = (path / "report.html").read_text()
-    assert '"state":"failed"' in page.replace('": "', '":"') and "rank 1 (on node2, cuda:0, actor) was killed by SIGKILL" in page
+    page = (path / "report.html").read_text().replace('": "', '":"')
+    assert '"state":"failed"' in page and "rank 1 (on node2, cuda:0, actor) was killed by SIGKILL" in page
 
 
 def test_a_run_that_fails_before_its_first_record_leaves_none(tmp_path: Path, capsys: Out) -> None:
