@@ -130,7 +130,6 @@ def test_a_map_is_given_on_the_command_line(run: Path, capsys: pytest.CaptureFix
     ("overrides", "shown"),
     [
         (["placement.critic=[1]"], ["a critic model on devices", "placement.critic=all"]),
-        (["placement.reward=[1]"], ["a reward model on devices"]),
     ],
 )
 def test_what_is_only_planned_is_refused_by_name(
@@ -142,6 +141,11 @@ def test_what_is_only_planned_is_refused_by_name(
     for text in shown:
         assert text in error
     assert not (run / "runs").exists()
+
+
+def test_devices_for_a_reward_without_a_model_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "run.yaml", "cluster.devices_per_node=2", "placement.reward=[1]"]) == 2
+    assert "no component of the reward is a model" in capsys.readouterr().err
 
 
 def test_everything_that_is_only_planned_is_told_at_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,8 @@ class PlacementSettings(Settings):
     critic: Devices = "all"
     """Devices of the critic, where there is one."""
     reward: Devices = "all"
-    """Devices of a reward model. Reward functions run on the processors and need none: ``all`` gives the reward no device."""
+    """Devices of the reward's models, where it has any: a copy of each on every device, which share the samples. Reward
+    functions and judges need none."""
     map: Place | None = None
     """A device map: a YAML file that says devices and parallelism of each role outright. It beats the settings file; an
     override beats it."""
@@ -174,5 +175,7 @@ class OffloadSettings(Settings):
     """The reference model."""
     critic: RoleOffloadSettings = RoleOffloadSettings()
     """The critic."""
+    reward: RoleOffloadSettings = RoleOffloadSettings()
+    """The reward's models, where they share devices with the engine; they have no optimizer."""
     folder: Place | None = None
     """Folder for what goes to ``disk``. Default: ``offload`` in the run's folder."""

@@ -39,6 +39,7 @@ from meshloom.loop.environments import open_environments, open_scorer, run_promp
 from meshloom.loop.isolation import check_isolation, tell_isolation
 from meshloom.loop.model_role import RemoteModel, RemoteReference, Sharing
 from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteStage
+from meshloom.loop.remote_scores import asked_on_ranks
 from meshloom.loop.replay import dump_samples, saved_jobs, schedule_of
 from meshloom.loop.replicas import RemoteEngine
 from meshloom.loop.rl import Roles, standing
@@ -106,10 +107,11 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
         free = [facts.free_bytes for facts in told if facts.free_bytes is not None]
         plan, settings = finish_plan(settings, len(prompts), min(free, default=None))
         isolation = check_isolation(settings.reward)
-        pool = open_scorer(resources, settings, sources, tokenizer, None)
-        environments = open_environments(resources, settings, rendered)
         samples = [prompt.ids for prompt in (*prompts, *held_out)] + ([] if saved is None else list(saved.ids()))
         roles = _Ranks(settings, plan.layout, workers)
+        scorers = resources.enter_context(asked_on_ranks(workers, roles.scoring, meanwhile=roles.scores_meanwhile))
+        pool = open_scorer(resources, settings, sources, tokenizer, scorers)
+        environments = open_environments(resources, settings, rendered)
         checkpoint_bytes = roles.build(checkpoint, cut, samples)
         engine = roles.engine()
         found = Roles(
@@ -257,10 +259,13 @@ class _Ranks:
         self._reference = layout.role(Role.REFERENCE)
         self.takes_turns = share_devices(self._actor, self._rollout)
         self.actor = RemoteModel(self._group(self._actor), self._sharing(self._actor, backward=True))
+        reward = layout.role(Role.REWARD)
+        self.scoring = () if reward is None else tuple(ranks_of(reward))
+        self.scores_meanwhile = not share_devices(reward, self._rollout)
         critic = layout.role(Role.CRITIC)
         self.critic = None if critic is None else self._remote_critic(critic)
         self.critic_is_apart = critic is not None and not share_devices(critic, self._actor)
-        self.models, self.trained = self._all(self._actor, self._reference, critic), self._all(self._actor, critic)
+        self.models, self.trained = self._all(self._actor, self._reference, critic, reward), self._all(self._actor, critic)
         self._vocabulary = 0
 
     @property

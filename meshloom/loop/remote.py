@@ -62,6 +62,10 @@ class RemoteStage(RLStage):
     background: ThreadPoolExecutor | None = None
     beside: ThreadPoolExecutor | None = None
 
+    @property
+    def takes_turns(self) -> bool:
+        return self.background is None
+
     def begin_rollout(self, draws: Sequence[Draw], version: int) -> Job[Samples]:
         """A rollout of one group for each draw: it begins now if the engine has devices of its own."""
         if self.background is None or self.replay is not None:

@@ -14,7 +14,7 @@ import torch
 
 from meshloom.algorithms.own import digests
 from meshloom.config.errors import RunFault
-from meshloom.config.reward_settings import component_names
+from meshloom.config.reward_settings import component_names, reward_models
 from meshloom.config.settings import TrainSettings
 from meshloom.loop.baseline import baseline_metrics
 from meshloom.loop.collect import Collector, sample_records
@@ -129,10 +129,19 @@ class RLStage:
 
     def __post_init__(self) -> None:
         self.spread = SpreadWatch(self.settings, self.session.display.notice)
+        if reward_models(self.settings.reward) and self.takes_turns:
+            for found in (self.roles.collector, self.roles.validator and self.roles.validator.collector):
+                if found is not None:
+                    found.enter = self.enter
         self.components = ComponentWatch(component_names(self.settings.reward), self.session.display.notice)
         self.short = ShortWatch(self.settings, self.session.display.notice)
         self.kl_weight = KlWeight.of(self.settings.algorithm)
         self.own = digests(self.settings.algorithm)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a rollout is on only while nothing else is."""
+        return True
 
     @property
     def stop_wanted(self) -> bool:

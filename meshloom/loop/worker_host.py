@@ -17,6 +17,7 @@ import torch
 
 from meshloom.algorithms.own_checks import check_own
 from meshloom.config.errors import RunFault
+from meshloom.config.reward_settings import reward_models
 from meshloom.config.settings import OptimizerSettings, TrainSettings
 from meshloom.fabric.dispatch import GroupLayout, by_part, from_first
 from meshloom.fabric.seats import Seat
@@ -33,6 +34,7 @@ from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import Phase
 from meshloom.plan.stays import stays
+from meshloom.rewards.model import RewardModels
 from meshloom.rollout.embedded import embedded_engine
 from meshloom.rollout.protocol import Completion, Engine, Request
 from meshloom.rollout.travel import Completions
@@ -99,6 +101,7 @@ class WorkerHost:
         self._mover: WeightMover | None = None
         self._vllm: VllmMover | None = None
         self._residents: Residents | None = None
+        self._scorers: RewardModels | None = None
         self._noted: list[dict[str, Any]] = []
         self._phases = PhaseMemory()
 
@@ -145,9 +148,11 @@ class WorkerHost:
             self._engine = self._vllm.engine
         else:
             self._build_embedded(ranks, nodes)
-        models = {str(role): model for role, model in self._models.items()}
+        models: dict[str, MeshModel | RewardModels] = {str(role): model for role, model in self._models.items()}
+        if self._own(Role.REWARD) is not None:
+            self._scorers = models[str(Role.REWARD)] = RewardModels(reward_models(settings.reward), self.device)
         planned, folder = stays(settings, layout), folder_of(settings)
-        check_room(folder, planned, models, {str(role): self._ranks_here(role) for role in self._models})
+        check_room(folder, planned, models, {role: self._ranks_here(Role(role)) for role in models})
         self._residents = Residents(
             planned,
             models,
@@ -288,6 +293,15 @@ class WorkerHost:
             if tells:
                 emit(Completions.of(finished))
         return self.memory()
+
+    @verb()
+    def score(self, name: str, ids: torch.Tensor, lengths: torch.Tensor) -> list[float]:
+        """What a component's model gives for inputs that lie end to end."""
+        if self._scorers is None:
+            raise RuntimeError(f"{self.seat} has no reward model")
+        self._phases.enter("score")
+        inputs = [part.tolist() for part in ids.split(lengths.tolist())]
+        return self._scorers.scores(name, inputs)
 
     @verb()
     def sleep(self) -> None:

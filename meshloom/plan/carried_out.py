@@ -4,7 +4,7 @@ Owns: the table of what is planned only, and the refusals by name. Refuses to kn
 setting that a run would pass over in silence is refused; whether a run is on one device or on several is said here and nowhere
 else.
 
-Code: N001 planned, not carried out.
+Codes: N001 planned, not carried out; W021 devices for a reward that has no model.
 """
 
 from collections.abc import Iterator
@@ -64,12 +64,20 @@ def _refusals(settings: TrainSettings, layout: Layout) -> Iterator[Problem]:
             yield _refusal(
                 settings, "placement.critic", "a critic that nothing asks for values", "placement.critic=all"
             )
-        if found.role == Role.REWARD:
-            path = f"placement.{found.role}"
-            yield _refusal(settings, path, f"a {found.role} model on devices", f"{path}=all")
-    for name in reward_models(settings.reward):
-        path = f"reward.components.{name}.model"
-        yield _refusal(settings, path, "a reward model in a run over several devices", "cluster.devices_per_node=1")
+        elif found.role == Role.REWARD:
+            if not reward_models(settings.reward):
+                yield _without_model(settings)
+
+
+def _without_model(settings: TrainSettings) -> Problem:
+    path = "placement.reward"
+    return Problem(
+        code="W021",
+        what="placement.reward names devices, and no component of the reward is a model",
+        where=f"{path} ({settings.provenance.of(path)})",
+        why="functions and judges need no devices",
+        fix=f"reward.components.NAME.model.path=FOLDER, or {path}=all",
+    )
 
 
 def _refusal(settings: TrainSettings, path: str, what: str, fix: str) -> Problem:

@@ -161,6 +161,7 @@ def check_devices(
     if not laid_out.faults:
         _warn_of_uneven(found, laid_out, trial)
     _warn_of_offload(found, laid_out.settings)
+    _check_scorers(found, laid_out)
     _warn_of_lag(found, laid_out)
     return overrides(trial.all_together()) if len(laid_out.faults) > 1 else ()
 
@@ -313,19 +314,41 @@ def _warn_of_lag(found: Findings, laid_out: LaidOut) -> None:
     rollout, actor = layout.role(Role.ROLLOUT), layout.role(Role.ACTOR)
     if not steps_ahead(laid_out.settings) or actor is None or share_devices(rollout, actor):
         return
-    for role in (Role.REFERENCE, Role.CRITIC):
+    for role in (Role.REFERENCE, Role.CRITIC, Role.REWARD):
         if share_devices(rollout, layout.role(role)):
             what = f"the {role} shares devices with the rollout: it judges samples when the next rollout is finished"
             fix = f"placement.{role}=[{','.join(map(str, layout.topology.entries(actor.devices)))}]"
             found.warn("A013", LAG, what, why="so nothing runs ahead, and a lag gains nothing", fix=fix)
 
 
+def _check_scorers(found: Findings, laid_out: LaidOut) -> None:
+    """A reward model that waits for what runs ahead of it, and offload of one that is never brought back."""
+    layout, path = laid_out.layout, "offload.reward.parameters"
+    reward, rollout = layout.role(Role.REWARD), layout.role(Role.ROLLOUT)
+    if reward is None or laid_out.settings.offload.reward.parameters is OffloadPlace.NONE:
+        return
+    if not share_devices(rollout, layout.role(Role.ACTOR)):
+        what = "the reward's models cannot be moved away, as rollouts run while others train"
+        why = "they are asked whenever samples are finished"
+        found.refuse("W022", path, what, why=why, fix=f"{path}=none", suggestions=((f"{path}=none",),))
+    elif not any(share_devices(reward, other) for other in layout.roles if other is not reward):
+        what = "the reward's models are alone on their devices: moving them away makes room for nothing"
+        found.warn("W023", path, what, fix=f"{path}=none")
+
+
 def _warn_of_offload(found: Findings, settings: TrainSettings) -> None:
     """Offload that does nothing."""
     offload, none = settings.offload, OffloadPlace.NONE
-    groups = {Role.ACTOR: offload.actor, Role.REFERENCE: offload.reference, Role.CRITIC: offload.critic}
+    groups = {
+        Role.ACTOR: offload.actor,
+        Role.REFERENCE: offload.reference,
+        Role.CRITIC: offload.critic,
+        Role.REWARD: offload.reward,
+    }
     if offload.reference.optimizer is not none:
         found.warn("F001", "offload.reference.optimizer", "the reference has no optimizer to move away")
+    if offload.reward.optimizer is not none:
+        found.warn("F001", "offload.reward.optimizer", "the reward's models have no optimizer to move away")
     for role, group in groups.items():
         if group != RoleOffloadSettings() and role not in roles_of(settings):
             found.warn("F002", f"offload.{role}", f"the run has no {role} of its own to move away")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.config import yaml_text
+from meshloom.config.reward_settings import reward_models
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.faults import Fault, with_values
 from meshloom.plan.host_names import expand
@@ -29,6 +30,7 @@ _CUTS = {
     "ulysses_sequence_parallel_size": "sequence",
     "fsdp_size": "fsdp_size",
 }
+_DTYPE_OF_SCORERS = "dtype of all reward models"
 _EXAMPLE = 'actor: {devices: ["node1:0", "node1:1"]}'
 
 
@@ -98,6 +100,7 @@ class _Reader:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.faults: list[Fault] = []
+        self.scorers: tuple[str, ...] = ()
 
     def place(self, *path: str) -> str:
         return f"{self.file}:{self.document.lines.get(path, 1)}"
@@ -113,6 +116,7 @@ class _Reader:
 
     def roles(self, settings: TrainSettings) -> None:
         known = [str(role) for role in Role]
+        self.scorers = tuple(reward_models(settings.reward))
         for name, group in self.document.data.items():
             if name not in known:
                 self.fault(f"there is no role {name!r}: {_near(name, known)}", name)
@@ -120,7 +124,8 @@ class _Reader:
                 self.fault(f"{name} has no devices: write {_EXAMPLE}", name)
             else:
                 self.role(name, group)
-        for role in (Role.ROLLOUT, Role.REFERENCE):
+        others = (Role.ROLLOUT, Role.REFERENCE, *([Role.REWARD] if self.scorers else []))
+        for role in others:
             if (path := f"placement.{role}") not in self.values:
                 self.with_actor(path, settings)
         self.nodes(settings)
@@ -168,7 +173,10 @@ class _Reader:
         read = known.read(value)
         if read is None:
             return self.fault(f"{'.'.join(path)} cannot be {value!r}: expected {known.expected}", *path)
-        if setting and read != "sharded":
+        if setting == _DTYPE_OF_SCORERS:
+            for scorer in self.scorers:
+                self.set(f"reward.components.{scorer}.model.dtype", read, *path)
+        elif read != "sharded":
             self.set(setting, read, *path)
         return None
 
@@ -184,7 +192,7 @@ class _Reader:
                 "max_num_seqs": ("rollout.max_sequences", size),
             }
         if name == Role.REWARD:
-            return {"dtype": ("", dtype)}
+            return {"dtype": (_DTYPE_OF_SCORERS, dtype)}
         cuts = {key: (f"parallel.{name}.{cut}", size) for key, cut in _CUTS.items()}
         sharding = _Key(
             lambda value: {True: "sharded", False: 1}.get(value) if isinstance(value, bool) else None, "true or false"

@@ -69,8 +69,10 @@ def with_values(settings: S, change: Change, origin: str | Mapping[str, str] = "
     return settings
 
 
-def _replaced(group: S, path: list[str], value: Any) -> S:
+def _replaced(group: Any, path: list[str], value: Any) -> Any:
     name, *rest = path
+    if isinstance(group, dict):
+        return {**group, name: _replaced(group[name], rest, value) if rest else value}
     if name not in type(group).model_fields:
         raise KeyError(name)
     return group.model_copy(update={name: _replaced(getattr(group, name), rest, value) if rest else value})

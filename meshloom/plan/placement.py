@@ -17,6 +17,7 @@ from pathlib import Path
 from meshloom.config.cluster_settings import MOST_DEVICES, ClusterSettings, ParallelSettings
 from meshloom.config.environment import visible_gpus
 from meshloom.config.names import VALUE_ADVANTAGES
+from meshloom.config.reward_settings import reward_models
 from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.plan.faults import Change, Fault
 from meshloom.plan.host_names import expand
@@ -66,7 +67,7 @@ def roles_of(settings: TrainSettings) -> tuple[Role, ...]:
         Role.ROLLOUT: True,
         Role.REFERENCE: settings.algorithm.kl is not KlPlace.NONE and settings.model.lora is None,
         Role.CRITIC: has_critic(settings) or settings.placement.critic != "all",
-        Role.REWARD: settings.placement.reward != "all",
+        Role.REWARD: bool(reward_models(settings.reward)) or settings.placement.reward != "all",
     }
     return tuple(role for role, is_needed in needed.items() if is_needed)
 

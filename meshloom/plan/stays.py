@@ -63,6 +63,7 @@ def stays(settings: TrainSettings, layout: Layout) -> tuple[Stay, ...]:
         Role.ACTOR: settings.offload.actor,
         Role.REFERENCE: settings.offload.reference,
         Role.CRITIC: settings.offload.critic,
+        Role.REWARD: settings.offload.reward,
     }
     found = (_stays(role, offload, settings, layout) for role, offload in given.items() if layout.role(role))
     return tuple(stay for of_role in found for stay in of_role)
