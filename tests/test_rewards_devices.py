@@ -7,11 +7,14 @@ import pytest
 
 from meshloom.config.settings import TrainSettings
 from meshloom.loop.train import run_training
-from meshloom.plan.build import build_plan
+from meshloom.plan.build import Plan, build_plan
+from meshloom.plan.device_map import with_device_map
 from tests.lesson_runs import train_settings, whole_checkpoints, write_inputs, write_reward_model
 
 TWO = "cluster.devices_per_node=2"
 OF_ITS_OWN = (TWO, "placement.actor=[0]", "placement.reference=[0]", "placement.rollout=[0]", "placement.reward=[1]")
+
+APART = ("placement.actor=[0]", "placement.reference=[0]", "placement.rollout=[1]")
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +75,8 @@ SLOW = {
         "placement.rollout=[0]",
         "placement.reward=[1,2]",
     ),
-    "with the trainer": (
-        TWO,
-        "placement.rollout=[1]",
-        "placement.actor=[0]",
-        "placement.reference=[0]",
-        "placement.reward=[0]",
-    ),
-    "another node": (
-        "cluster.nodes=1",
-        "cluster.devices_per_node=2",
-        "placement.actor=[0]",
-        "placement.reference=[0]",
-        "placement.rollout=[1]",
-        "placement.reward=[1]",
-    ),
+    "with the trainer": (TWO, *APART, "placement.reward=[0]"),
+    "with the engine": (TWO, *APART, "placement.reward=[1]"),
 }
 
 
@@ -126,17 +116,40 @@ def test_a_device_map_places_the_reward_model_and_says_its_arithmetic(inputs: Pa
     (tmp_path / "map.yaml").write_text(
         "actor: {devices: [0]}\nrollout: {devices: [0]}\nreward: {devices: [1], dtype: bfloat16}\n"
     )
-    plan = build_plan(modelled(inputs, tmp_path / "run", TWO, f"placement.map={tmp_path / 'map.yaml'}"), 14)
+    given = modelled(inputs, tmp_path / "run", TWO, f"placement.map={tmp_path / 'map.yaml'}")
+    plan = build_plan(given, 14)
     assert not plan.problems
     assert plan.layout is not None
     (found,) = [part for part in plan.layout.roles if part.role == "reward"]
     assert list(found.devices) == [1]
+    settings, _ = with_device_map(given)
+    assert settings.reward.components["quality"].model == given.reward.components["quality"].model.model_copy(
+        update={"dtype": "bfloat16"}
+    )
+
+
+def memory_lines(plan: Plan) -> dict[str, tuple[int, tuple[str, ...]]]:
+    return {line.name: (line.value, line.phases) for line in plan.lines if line.unit == "bytes"}
+
+
+def test_the_plan_counts_weights_and_batch_of_a_reward_model_where_it_is(inputs: Path, tmp_path: Path) -> None:
+    alone = memory_lines(build_plan(modelled(inputs, tmp_path / "run"), 14))
+    every = ("generate", "score", "log-prob", "update", "sync")
+    size = (inputs / "judge" / "model.safetensors").stat().st_size
+    weights, phases = alone["reward: weights of quality"]
+    assert phases == every and 0.9 * size < weights <= size
+    assert "score" in alone["rollout: key-value cache"][1]
+    assert alone["held in score"][0] >= weights + alone["reward: activations of quality"][0]
+    own = build_plan(modelled(inputs, tmp_path / "run", *OF_ITS_OWN), 14)
+    assert "score" not in memory_lines(own)["rollout: key-value cache"][1]
+    moved = memory_lines(build_plan(modelled(inputs, tmp_path / "run", "offload.reward.parameters=host"), 14))
+    assert moved["reward: weights of quality"] == (weights, ("score",))
 
 
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        (("placement.actor=[0]", "placement.reference=[0]", "placement.rollout=[1]", "placement.reward=[0]"), "W022"),
+        ((*APART, "placement.reward=[0]"), "W022"),
     ],
 )
 def test_offload_of_a_reward_model_that_is_never_brought_back_is_refused(

@@ -52,7 +52,7 @@ from meshloom.plan.outlook import (
     with_device_kind,
 )
 from meshloom.plan.parameters import UnknownFamily
-from meshloom.plan.placement import devices_of_machine
+from meshloom.plan.placement import Role, devices_of_machine
 from meshloom.plan.recompute import choose_recompute
 from meshloom.plan.sft_devices import lay_out_sft, sft_memory
 from meshloom.plan.spread import ledger_over_devices
@@ -230,7 +230,8 @@ def _memory_and_time(
         if layout.topology.num_devices > 1 and is_incomplete(settings, layout):
             return [nothing_counted()], recompute, None
         moved = list(stay_lines(stays(settings, layout)))
-        by_phase = layout.topology.num_devices > 1 or bool(moved)
+        scored = layout.role(Role.REWARD) is not None
+        by_phase = layout.topology.num_devices > 1 or bool(moved) or scored
     ahead = _look_ahead(found, settings, layout, folder, device_memory)
     several = ahead is not None and by_phase
     lines: list[LedgerLine] = []

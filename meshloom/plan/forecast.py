@@ -18,7 +18,8 @@ from meshloom.plan.layout import Layout, share_devices
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.parameters import DecoderNumbers
 from meshloom.plan.placement import Role
-from meshloom.plan.residency import EngineRole, ModelRole, Phase
+from meshloom.plan.residency import EngineRole, Holding, ModelRole, Phase
+from meshloom.plan.reward_memory import reward_holdings, with_rewards
 from meshloom.plan.role_numbers import engine_role, model_role, updates_per_step, with_room_for_cache
 from meshloom.plan.sharded_memory import DeviceLedger, device_ledger, moves
 from meshloom.plan.shards import ceil_div
@@ -173,6 +174,8 @@ class Roles:
 
     models: Mapping[Role, ModelRole]
     engine: EngineRole | None
+    rewards: tuple[Holding, ...] = ()
+    """What reward models hold."""
 
 
 def count_roles(
@@ -185,7 +188,7 @@ def count_roles(
     critic: DecoderNumbers | None = None,
     memory: int | None = None,
 ) -> Roles:
-    """The roles of a run; a reward model, of which nothing is known, is not among them.
+    """The roles of a run; of reward models what they hold.
 
     Args:
         settings: of the run.
@@ -196,7 +199,7 @@ def count_roles(
         critic: the critic's model in numbers, as a language model; none for the actor's.
         memory: bytes of a device, which bound the engine's cache; none if that is not known.
     """
-    engine = engine_role(settings, layout, model)
+    engine, rewards = engine_role(settings, layout, model), reward_holdings(settings)
     lent = engine is not None and not engine.own_weights
     apart = engine is not None and engine.apart
     models: dict[Role, ModelRole] = {
@@ -214,14 +217,13 @@ def count_roles(
         if found.role not in (Role.ROLLOUT, Role.REWARD)
     }
     if engine is not None and memory is not None:
-        others = [
-            device_ledger([models[role] for role in shared.roles if role in models], [replace(engine, cache_bytes=0)])
-            for shared in layout.shared
-            if Role.ROLLOUT in shared.roles
-        ]
-        taken = max((ledger.needed(Phase.GENERATE) for ledger in others), default=0)
+        empty = Roles(models=models, engine=replace(engine, cache_bytes=0), rewards=rewards)
+        others = [group for group in device_groups(layout, empty, None) if Role.ROLLOUT in group.roles]
+        needs = [group.ledger.needed(Phase.GENERATE) for group in others]
+        needs += [group.ledger.needed(Phase.SCORE) for group in others if Role.REWARD in group.roles]
+        taken = max(needs, default=0)
         engine = with_room_for_cache(settings, engine, taken, memory)
-    return Roles(models=models, engine=engine)
+    return Roles(models=models, engine=engine, rewards=rewards)
 
 
 def _total(parts: tuple[Seconds, ...]) -> float:
@@ -242,6 +244,8 @@ def device_groups(layout: Layout, roles: Roles, memory: int | None) -> tuple[Gro
             here = [roles.models[role] for role in shared.roles if role in roles.models]
             engines = [roles.engine] if roles.engine is not None and Role.ROLLOUT in shared.roles else []
             ledger = device_ledger(here, engines, memory_bytes=memory)
+            if Role.REWARD in shared.roles:
+                ledger = with_rewards(ledger, roles.rewards)
             groups.append(Group(devices=shared.devices, roles=shared.roles, ledger=ledger))
     return tuple(groups)
 

@@ -142,7 +142,8 @@ def look_ahead(
     found: Findings, settings: TrainSettings, layout: Layout, folder: ModelFolder, device_memory: int | None
 ) -> Outlook | None:
     """Memory and time of a run that is laid out, and refusals where it does not fit; none where nothing is known of them:
-    the run is on one device of which neither kind nor memory is given, and holds everything in every phase.
+    the run is on one device of which neither kind nor memory is given, holds everything in every phase, and has no reward
+    model.
 
     Args:
         found: takes refusals and warnings.
@@ -154,8 +155,8 @@ def look_ahead(
     Raises:
         UnknownFamily: if the model's parameters cannot be counted by its config.json.
     """
-    moves = any(stay.moves for stay in stays(settings, layout))
-    unknown = _device(settings) is None and layout.topology.num_devices == 1 and not moves
+    by_phase = any(stay.moves for stay in stays(settings, layout)) or layout.role(Role.REWARD) is not None
+    unknown = _device(settings) is None and layout.topology.num_devices == 1 and not by_phase
     if unknown and not is_counted(folder.config):
         return None
     case = case_of(settings, folder, device_memory)
@@ -313,7 +314,7 @@ def _time_lines(look: Look, *, fits: bool) -> Iterator[LedgerLine]:
     yield from look.forecast.lines(look.cluster, given.constants, given.origins)
     yield from waiting_lines(look.settings, look.layout, look.forecast, look.forecast_of)
     if look.layout.role(Role.REWARD) is not None:
-        formula = "neither its memory nor its time: its model is not known to the plan"
+        formula = "its time is not estimated"
         yield LedgerLine(
             section="assumptions", name="reward model", value="not counted", formula=formula, source=DERIVED
         )

@@ -1,8 +1,8 @@
 """What an arrangement takes, by the cost model of the plan, and the budget of memory that suits it best.
 
-Owns: seconds and room of an arrangement, bounds on its seconds that cost little, and the choice of its budget. Refuses to know:
-which arrangements there are. Always holds: what is said of a budget is what the plan forecasts of those settings; a bound is
-never above what is forecast.
+Owns: seconds and room of an arrangement, bounds on its seconds that cost little, and the choice of its budget. Refuses to
+know: which arrangements there are. Always holds: what is said of a budget is what the plan forecasts of those settings; a
+bound is never above what is forecast.
 
 A microbatch is as large as it fits, since larger ones never take longer; but pipeline stages stand empty the longer the fewer
 microbatches there are: there smaller ones are tried too.
@@ -266,8 +266,8 @@ class Scales:
 
     def _needed(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> int:
         """Bytes that the fullest device needs for the models, while the engine is asleep."""
-        models = self._count(arrangement, settings, recompute).models
-        groups = device_groups(arrangement.layout, Roles(models=models, engine=None), None)
+        roles = replace(self._count(arrangement, settings, recompute), engine=None)
+        groups = device_groups(arrangement.layout, roles, None)
         return max((group.ledger.needed(phase) for group in groups for phase in Phase), default=0)
 
     def _count(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> Roles:
@@ -357,8 +357,8 @@ class Scales:
         return Weighed(arrangement=arrangement, budget=budget, settings=settings, forecast=ahead)
 
     def _cache(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> float | Lack | None:
-        """vLLM's share of a device's memory: what its sequences need, or what is left; none where it is given or means nothing.
-        A cache without room for the longest sample is a lack."""
+        """vLLM's share of a device's memory: what its sequences need, or what is left; none where it is given or means
+        nothing. A cache without room for the longest sample is a lack."""
         memory, engine = self.case.memory, engine_role(settings, arrangement.layout, self.case.model)
         if memory is None or engine is None or engine.cache_bytes is not None or not on_gpu(settings.device):
             return None
@@ -386,8 +386,8 @@ class Scales:
     ) -> tuple[int, tuple[Role, ...]]:
         """Bytes that the engine's devices need without its cache while it is awake, and the roles of the fullest."""
         empty = replace(engine, cache_bytes=0)
-        models = self._count(arrangement, settings, recompute).models
-        groups = device_groups(arrangement.layout, Roles(models=models, engine=empty), memory)
+        roles = replace(self._count(arrangement, settings, recompute), engine=empty)
+        groups = device_groups(arrangement.layout, roles, memory)
         awake = (Phase.GENERATE,) if engine.sleeps else tuple(Phase)
         with_engine = [group for group in groups if Role.ROLLOUT in group.roles]
         needs = [(max(group.ledger.needed(phase) for phase in awake), group.roles) for group in with_engine]
@@ -398,5 +398,5 @@ class Scales:
         recompute, (optimizer, parameters) = self._recompute()[-1], self._offloads(arrangement)[-1]
         tokens = self._least_tokens(arrangement)
         budget = Budget(recompute=recompute, tokens=tokens, optimizer=optimizer, parameters=parameters)
-        models = self._count(arrangement, self._budgeted(budget), recompute).models
-        return lack_of(device_groups(arrangement.layout, Roles(models=models, engine=None), self._room(arrangement)))
+        roles = replace(self._count(arrangement, self._budgeted(budget), recompute), engine=None)
+        return lack_of(device_groups(arrangement.layout, roles, self._room(arrangement)))
