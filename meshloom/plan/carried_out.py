@@ -64,9 +64,8 @@ def _refusals(settings: TrainSettings, layout: Layout) -> Iterator[Problem]:
             yield _refusal(
                 settings, "placement.critic", "a critic that nothing asks for values", "placement.critic=all"
             )
-        elif found.role == Role.REWARD:
-            if not reward_models(settings.reward):
-                yield _without_model(settings)
+        elif found.role == Role.REWARD and not reward_models(settings.reward):
+            yield _without_model(settings)
 
 
 def _without_model(settings: TrainSettings) -> Problem:
