@@ -265,7 +265,10 @@ class _Ranks:
         critic = layout.role(Role.CRITIC)
         self.critic = None if critic is None else self._remote_critic(critic)
         self.critic_is_apart = critic is not None and not share_devices(critic, self._actor)
-        self.models, self.trained = self._all(self._actor, self._reference, critic, reward), self._all(self._actor, critic)
+        self.models, self.trained = (
+            self._all(self._actor, self._reference, critic, reward),
+            self._all(self._actor, critic),
+        )
         self._vocabulary = 0
 
     @property
