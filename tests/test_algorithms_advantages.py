@@ -1,6 +1,7 @@
 """Algebra of advantages and rewards: worked examples, groups with invalid members, interleaved masks."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -228,6 +229,37 @@ def test_order_of_samples_and_presence_of_invalid_ones_do_not_matter(
     )
     for i, ours in zip(order, _per_sample(ADVANTAGES[name](part).advantages_T, part), strict=True):
         torch.testing.assert_close(ours, whole[i], rtol=1e-9, atol=1e-9)
+
+
+@given(batches(), st.sampled_from(NAMES), st.integers(0, 2**20))
+@settings(max_examples=100, deadline=None)
+def test_spans_and_padding_that_are_not_the_models_change_nothing(
+    inputs: AdvantageInputs, name: str, seed: int
+) -> None:
+    """Tokens outside the mask put in anywhere, and at the end of each sample as padding would be."""
+    generator = torch.Generator().manual_seed(seed)
+    total, count = len(inputs.mask_T), len(inputs.lengths_S)
+    before_T = torch.randint(0, 3, (total,), generator=generator)
+    behind_S = torch.randint(0, 4, (count,), generator=generator)
+    sample_T = torch.repeat_interleave(torch.arange(count), inputs.lengths_S)
+    place_T = (before_T + 1).cumsum(0) - 1 + (behind_S.cumsum(0) - behind_S)[sample_T]
+    added_S = torch.zeros(count, dtype=torch.int64).index_add_(0, sample_T, before_T) + behind_S
+
+    def spread(values_T: Tensor, fill: float) -> Tensor:
+        wide_T = torch.full((total + int(added_S.sum()),), fill, dtype=values_T.dtype)
+        wide_T[place_T] = values_T
+        return wide_T
+
+    wide = replace(
+        inputs,
+        token_rewards_T=spread(inputs.token_rewards_T, 0.0),
+        mask_T=spread(inputs.mask_T, 0).bool(),
+        lengths_S=inputs.lengths_S + added_S,
+        values_T=spread(inputs.values_T, float("nan")),
+    )
+    before, after = (ADVANTAGES[name](given).advantages_T for given in (inputs, wide))
+    torch.testing.assert_close(after[place_T], before, rtol=0, atol=1e-9)
+    assert float(after.abs().sum()) == pytest.approx(float(before.abs().sum()), abs=1e-6)
 
 
 @given(batches(), st.sampled_from(GROUP_RELATIVE))

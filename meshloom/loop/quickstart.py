@@ -43,14 +43,8 @@ def run_quickstart(directory: Path, seed: int, model: Path | None) -> int:
     """
     console = Console()
     root = directory.resolve()
-    _prepare(root, seed, model)
-    console.print(f"1/2  warm-up: supervised fine-tuning on examples ({root / SFT_FILE})", highlight=False)
-    sft = load_settings(SftSettings, root / SFT_FILE)
-    code = 0 if _finished(sft.run_dir) else run_sft(sft, resume=_begun(sft.run_dir))
-    if code:
+    if code := warm_up(root, seed, model):
         return _stopped(console, code)
-    if not (root / "warm").is_dir():
-        export_model(root / "sft", root / "warm")
     console.print(f"2/2  reinforcement learning against the verifier ({root / GRPO_FILE})", highlight=False)
     grpo = load_settings(TrainSettings, root / GRPO_FILE)
     code = 0 if _finished(grpo.run_dir) else run_training(grpo, resume=_begun(grpo.run_dir))
@@ -64,6 +58,25 @@ def run_quickstart(directory: Path, seed: int, model: Path | None) -> int:
         console.print(f"the lesson's goal of {GOAL:.0%} was not reached: {reached:.1%}", highlight=False)
         return 1
     return 0
+
+
+def warm_up(root: Path, seed: int, model: Path | None) -> int:
+    """The lesson up to the model that guesses, in ``root / "warm"``, and the settings to train it.
+
+    Returns:
+        0, or 130 if stopped.
+
+    Raises:
+        UserError: if the folder holds something else.
+    """
+    _prepare(root, seed, model)
+    text = f"1/2  warm-up: supervised fine-tuning on examples ({root / SFT_FILE})"
+    Console().print(text, highlight=False)
+    sft = load_settings(SftSettings, root / SFT_FILE)
+    code = 0 if _finished(sft.run_dir) else run_sft(sft, resume=_begun(sft.run_dir))
+    if not code and not (root / "warm").is_dir():
+        export_model(root / "sft", root / "warm")
+    return code
 
 
 def _prepare(root: Path, seed: int, model: Path | None) -> None:
