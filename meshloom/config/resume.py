@@ -60,6 +60,7 @@ _FILES = {
     "algorithm.policy_loss",
     "algorithm.kl_estimator",
     "model.path",
+    "reference.model",
     "rollout.from_samples",
     "data.train.files",
     "data.validation.files",

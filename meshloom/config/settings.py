@@ -28,6 +28,7 @@ from meshloom.config.critic_settings import CriticSettings
 from meshloom.config.episode_settings import EnvironmentSettings
 from meshloom.config.group_settings import FilterGroupsSettings
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
+from meshloom.config.reference_settings import ReferenceSettings
 from meshloom.config.reward_settings import ComponentSettings, JudgeSettings, OverlongSettings, RewardModelSettings
 from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
 
@@ -42,6 +43,7 @@ __all__ = [
     "LoraSettings",
     "ModelSettings",
     "OptimizerSettings",
+    "ReferenceSettings",
     "OverlongSettings",
     "RewardModelSettings",
     "RolloutSettings",
@@ -231,6 +233,7 @@ class TrainSettings(RunSettings):
     environment: EnvironmentSettings | None = None
     """What answers the model's turns, and its tools; none: a prompt is answered in one turn."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
+    reference: ReferenceSettings = ReferenceSettings()
     batch: BatchSettings = BatchSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     critic: CriticSettings = CriticSettings()

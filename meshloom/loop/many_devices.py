@@ -56,6 +56,7 @@ from meshloom.plan.layout import Layout, RoleLayout, share_devices
 from meshloom.plan.model_folder import read_model_folder
 from meshloom.plan.parameters import UnknownFamily, count_parameters
 from meshloom.plan.placement import Role, has_critic
+from meshloom.plan.reference import refreshes
 from meshloom.rollout.vllm_build import require_vllm
 from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
 
@@ -83,6 +84,8 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
     check_model_folder(settings.model.path)
     if has_critic(settings):
         check_model_folder(critic_model_settings(settings).path, "critic.model")
+    if settings.reference.model is not None:
+        check_model_folder(settings.reference.model)
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
     check_own(settings.algorithm)
@@ -329,7 +332,12 @@ class _Ranks:
         if self._reference is None:
             return RemoteReference(self.actor.group, Role.ACTOR, self.actor.sharing)
         group = self._group(self._reference)
-        return RemoteReference(group, Role.REFERENCE, self._sharing(self._reference, backward=False))
+        sharing = self._sharing(self._reference, backward=False)
+        both = None
+        if refreshes(self._settings):
+            ranks = sorted({*self._actor.devices, *self._reference.devices})
+            both = WorkerGroup(self._workers, GroupLayout.data_parallel(ranks), WorkerHost)
+        return RemoteReference(group, Role.REFERENCE, sharing, both)
 
     def _remote_critic(self, found: RoleLayout) -> RemoteModel:
         settings = self._settings

@@ -105,11 +105,20 @@ class RemoteReference:
         group: its ranks.
         role: whose model it is: the reference's own, or the actor's.
         sharing: how samples go to its replicas.
+        with_actor: its ranks and those of the actor; none where it is never refreshed.
     """
 
     group: WorkerGroup
     role: Role
     sharing: Sharing
+    with_actor: WorkerGroup | None = None
+
+    def refresh(self, actor: RemoteModel, version: int) -> None:
+        """As ``Reference.refresh``; its ranks take the weights from those of the actor."""
+        if self.with_actor is None:
+            raise RuntimeError("this reference is never refreshed")
+        deadline_s = COMPUTE_DEADLINE_S
+        self.with_actor.call("refresh_reference", {"version": version}, phase="reference", deadline_s=deadline_s)
 
     def logprobs(self, samples: Samples, *, temperature: float) -> Tensor:
         """As ``Reference.logprobs``."""

@@ -14,6 +14,7 @@ from meshloom.train.mesh_model import MeshModel
 from meshloom.weights.engine_copy import EngineCopy
 from meshloom.weights.mesh_giver import MeshGiver
 from meshloom.weights.mesh_probe import Asked, MeshProbe
+from meshloom.weights.mesh_taker import MeshTaker
 from meshloom.weights.reshard import Resharded, Resharder
 
 
@@ -74,3 +75,44 @@ class WeightMover:
         if self._copy is not None:
             self._copy.is_filled = True
         self.gap = self._probe.prove()
+
+
+class ReferenceMover:
+    """This rank's end of the movements from the actor to the reference. Made by all ranks of the world at once.
+
+    Args:
+        actor: the model that is trained, if this rank has a part of it.
+        reference: the one that takes its weights, if this rank has a part of that.
+        ranks: of the world, of both.
+        device: of this rank.
+        nodes: machine of each rank of the world.
+    """
+
+    def __init__(
+        self,
+        actor: MeshModel | None,
+        reference: MeshModel | None,
+        ranks: Sequence[int],
+        device: torch.device,
+        nodes: Sequence[int],
+    ) -> None:
+        group = None if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
+        self._resharder: Resharder | None = None
+        if actor is not None or reference is not None:
+            self._resharder = Resharder(
+                None if actor is None else MeshGiver(actor),
+                None if reference is None else MeshTaker(reference),
+                group=group,
+                device=device,
+                nodes=nodes,
+                keep_buffers=False,
+            )
+
+    def move(self, version: int) -> None:
+        """Give or take every tensor once, and prove it; due on all ranks of both at once.
+
+        Raises:
+            RunFault: on all of them, if a tensor did not arrive, which is named.
+        """
+        if self._resharder is not None:
+            self._resharder.move(version)

@@ -85,7 +85,10 @@ class RemoteStage(RLStage):
         with self.session.clock.phase("critic"):
             return replace(lesson, critic=values.result())
 
-    def snapshot(self) -> "RemoteSnapshot":
+    def snapshot_of_reference(self) -> "RemoteSnapshot":
+        return snapshot_of(self.roles.reference.group, self.tokenizer, "reference")
+
+    def snapshot_of_trained(self) -> "RemoteSnapshot":
         """The models that are trained as they are now, copied by each rank to its host's memory."""
         return snapshot_of(self.trained_group, self.tokenizer)
 
@@ -98,11 +101,13 @@ class RemoteSnapshot:
         group: their ranks.
         files: whole tensors, by file and name.
         tokenizer: written beside each model.
+        what: as in ``snapshot_of``.
     """
 
     group: WorkerGroup
     files: Mapping[str, Mapping[str, Spec]]
     tokenizer: PreTrainedTokenizerBase
+    what: str = "snapshot"
 
     @property
     def num_bytes(self) -> int:
@@ -120,23 +125,24 @@ class RemoteSnapshot:
             create(folder / name, specs)
         for of_model in {(folder / name).parent for name in self.files} - {folder}:
             self.tokenizer.save_pretrained(of_model)
-        self.group.call("write_snapshot", {"folder": folder.absolute()}, phase="save", deadline_s=_SAVE_DEADLINE_S)
+        self.group.call(f"write_{self.what}", {"folder": folder.absolute()}, phase="save", deadline_s=_SAVE_DEADLINE_S)
         while not all(self.group.call("snapshot_written", phase="save", deadline_s=_SAVE_DEADLINE_S)):
             time.sleep(_LOOK_S)
 
 
-def snapshot_of(group: WorkerGroup, tokenizer: PreTrainedTokenizerBase) -> RemoteSnapshot:
+def snapshot_of(group: WorkerGroup, tokenizer: PreTrainedTokenizerBase, what: str = "snapshot") -> RemoteSnapshot:
     """A model as it is now, copied by each rank to its host's memory.
 
     Args:
         group: ranks of the model.
         tokenizer: written beside it.
+        what: ``snapshot`` of what is trained, or ``reference``.
     """
     files: dict[str, dict[str, Spec]] = {}
-    for told in group.call("hold_snapshot", phase="save", deadline_s=_SAVE_DEADLINE_S):
+    for told in group.call(f"hold_{what}", phase="save", deadline_s=_SAVE_DEADLINE_S):
         for name, specs in told.items():
             files.setdefault(name, {}).update(specs)
-    return RemoteSnapshot(group, files, tokenizer)
+    return RemoteSnapshot(group, files, tokenizer, what)
 
 
 class RemoteResidents:
@@ -158,6 +164,9 @@ class RemoteResidents:
         for records in told:
             for record in records:
                 self._log(record)
+
+    def changed(self, role: str) -> None:
+        """Ranks note it themselves."""
 
 
 class RankMemory:

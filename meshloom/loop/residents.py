@@ -133,6 +133,11 @@ class Residents:
             }
         )
 
+    def changed(self, role: str) -> None:
+        """The parameters of a model, which are on the device, have other values that no update made."""
+        if role in self._residents:
+            self._residents[role].changed(Part.PARAMETERS)
+
     def close(self) -> None:
         """Give up host memory and files."""
         for resident in self._residents.values():

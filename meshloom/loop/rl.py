@@ -22,6 +22,7 @@ from meshloom.loop.component_watch import ComponentWatch, component_metrics
 from meshloom.loop.correction import learned, rejection_metrics, with_kept
 from meshloom.loop.kl_control import KlWeight
 from meshloom.loop.objective import PolicyObjective, reward_divergence, update_metrics, with_advantages
+from meshloom.loop.reference_role import WithReference
 from meshloom.loop.residents import Residents
 from meshloom.loop.session import Cut, Session, Snapshot
 from meshloom.loop.spread import ShortWatch, sifted_metrics, spread_of
@@ -29,6 +30,7 @@ from meshloom.loop.stage import Attempt, Draw, Group, Job, Progress, Spread, Ste
 from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
 from meshloom.loop.value_objective import ValueLesson, ValueObjective, value_metrics
+from meshloom.plan.reference import refreshes
 from meshloom.plan.residency import Phase
 from meshloom.plan.role_numbers import computes_old_logprobs
 from meshloom.rollout.protocol import Engine
@@ -137,6 +139,7 @@ class RLStage:
         self.short = ShortWatch(self.settings, self.session.display.notice)
         self.kl_weight = KlWeight.of(self.settings.algorithm)
         self.own = digests(self.settings.algorithm)
+        self.version = self.reference_version = 0
 
     @property
     def takes_turns(self) -> bool:
@@ -175,6 +178,7 @@ class RLStage:
                 batch = batch.with_tokens(old_logprob=old, sampler_logprob=batch.tokens.get("sampler_logprob", old))
         if self.roles.reference is not None:
             with self.session.clock.phase("reference"):
+                self.refresh_reference()
                 self.await_compiler()
                 batch = batch.with_tokens(
                     reference_logprob=self.roles.reference.logprobs(batch, temperature=temperature)
@@ -193,6 +197,16 @@ class RLStage:
         if rejection_metrics(batch).get("rejected_share") == 1.0:
             self.session.display.notice("warning: the correction rejects every token; this step teaches nothing")
         return batch
+
+    def refresh_reference(self) -> None:
+        """Let the reference take the actor's weights, if that is due after the step before this one."""
+        every = self.settings.reference.refresh_every_steps
+        if not refreshes(self.settings) or not self.step or self.step % every:
+            return
+        self.residents.enter(Phase.LOGPROB, step=self.step + 1, why="refresh")
+        self.roles.reference.refresh(self.roles.actor, self.version)
+        self.residents.changed("reference")
+        self.reference_version = self.version
 
     def learn(self, batch: Samples, version: int) -> Lesson:
         """The updates of a step: the critic's, then the actor's, which has none while the critic warms up."""
@@ -231,6 +245,7 @@ class RLStage:
 
     def sync(self, version: int) -> None:
         """The engine gets the weights."""
+        self.version = version
         with self.session.clock.phase("sync"):
             self.enter(Phase.SYNC)
             self.roles.engine.load_weights(version)
@@ -269,6 +284,8 @@ class RLStage:
         metrics |= rejection_metrics(batch) | self.kl_weight.metrics()
         if self.settings.algorithm.max_lag_versions or done.sifted is not None:
             metrics["lag_versions"] = done.lag
+        if refreshes(self.settings):
+            metrics["reference_version"] = self.reference_version
         if done.sifted is not None:
             metrics |= sifted_metrics(done.sifted)
             self.short.look(done.step, done.sifted)
@@ -301,18 +318,32 @@ class RLStage:
     def state(self) -> dict[str, Any]:
         """What of the algorithm a checkpoint holds beside the model: JSON values."""
         state = {"kl_coefficient": self.kl_weight.coefficient, "own": self.own}
-        return {**state, "critic_updates": self.critic_updates_done}
+        return {**state, "critic_updates": self.critic_updates_done, "reference_version": self.reference_version}
 
     def load(self, cut: Cut) -> None:
         """Stand where a run was saved."""
         self.step = cut.values["step"]
+        self.version = cut.values["version"]
         kept = cut.values["algorithm"]
         self.kl_weight.coefficient, self.critic_updates_done = kept["kl_coefficient"], kept["critic_updates"]
+        self.reference_version = kept["reference_version"]
         for name in (name for name, digest in kept["own"].items() if self.own.get(name) != digest):
             text = f"warning: the file of algorithm.{name} has changed since the checkpoint: this run does not repeat itself"
             self.session.display.notice(text)
 
     def snapshot(self) -> Snapshot:
+        """The models that change, as they are now."""
+        trained = self.snapshot_of_trained()
+        if not self.reference_version:
+            return trained
+        self.residents.enter(Phase.LOGPROB, step=self.step, why="save")
+        return WithReference(trained, self.snapshot_of_reference())
+
+    def snapshot_of_reference(self) -> Snapshot:
+        """The reference, which was refreshed."""
+        return ModelSnapshot.take(self.roles.reference.model, self.tokenizer)
+
+    def snapshot_of_trained(self) -> Snapshot:
         """The actor and the critic as they are now."""
         trained = [model for model in (self.roles.actor, self.roles.critic) if model is not None]
         return ModelSnapshots([ModelSnapshot.take(model, self.tokenizer) for model in trained])

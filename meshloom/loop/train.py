@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from meshloom.algorithms.own_checks import check_own
-from meshloom.config.settings import KlPlace, TrainSettings
+from meshloom.config.settings import TrainSettings
 from meshloom.data.order import PromptOrder
 from meshloom.data.rows import Prompt
 from meshloom.loop.build import (
@@ -31,6 +31,7 @@ from meshloom.loop.critic_role import build_critic, critic_model_settings
 from meshloom.loop.environments import open_environments, open_scorer, run_prompts, unseen_tools
 from meshloom.loop.episodes import Environments
 from meshloom.loop.isolation import check_isolation, tell_isolation
+from meshloom.loop.reference_role import build_reference
 from meshloom.loop.replay import dump_samples, saved_jobs, schedule_of
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.reward_models import Models
@@ -48,8 +49,7 @@ from meshloom.plan.stays import Part, stays
 from meshloom.rewards.combined import Scorer
 from meshloom.train.ahead import CompileAhead
 from meshloom.train.load import check_model_folder, free_memory, load_tokenizer, pick_device
-from meshloom.train.model import MicrobatchBound, TrainedModel
-from meshloom.train.reference import Reference
+from meshloom.train.model import MicrobatchBound
 from meshloom.train.snapshot import restore
 
 
@@ -78,6 +78,8 @@ def run_training(
     check_model_folder(settings.model.path)
     if has_critic(settings):
         check_model_folder(critic_model_settings(settings).path, "critic.model")
+    if settings.reference.model is not None:
+        check_model_folder(settings.reference.model)
     memory = free_memory(device := pick_device(settings.device))
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)
@@ -166,19 +168,9 @@ def _build_roles(
     engine = build_engine(actor, settings.rollout, settings.data, tokenizer, max_response_tokens=longest)
     return Roles(
         actor=actor,
-        reference=_reference(settings, actor, bound),
+        reference=build_reference(settings, actor, checkpoint),
         critic=build_critic(settings, checkpoint),
         engine=engine,
         collector=build_collector(settings, engine, pool, tokenizer, prompts, environments),
         validator=build_validator(settings, engine, pool, tokenizer, held_out, environments) if held_out else None,
     )
-
-
-def _reference(settings: TrainSettings, actor: TrainedModel, bound: MicrobatchBound) -> Reference | None:
-    """The model the divergence is measured from, only where a divergence is used."""
-    if settings.algorithm.kl is KlPlace.NONE:
-        return None
-    if settings.model.lora is not None:
-        return Reference(actor, adapters=False)
-    frozen = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
-    return Reference(frozen, adapters=True)

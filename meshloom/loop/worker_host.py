@@ -26,12 +26,14 @@ from meshloom.loop.build import decoder, set_end_tokens
 from meshloom.loop.critic_role import critic_on_mesh
 from meshloom.loop.engine_copies import build_copy
 from meshloom.loop.facts import DeviceFacts, ModelFacts
-from meshloom.loop.movers import WeightMover
+from meshloom.loop.movers import ReferenceMover, WeightMover
+from meshloom.loop.reference_role import reference_on_mesh
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.observe.peaks import PhaseMemory
 from meshloom.observe.timing import peak_memory
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.placement import Role
+from meshloom.plan.reference import refreshes
 from meshloom.plan.residency import Phase
 from meshloom.plan.stays import stays
 from meshloom.rewards.model import RewardModels
@@ -100,6 +102,8 @@ class WorkerHost:
         self._copy: EngineCopy | None = None
         self._mover: WeightMover | None = None
         self._vllm: VllmMover | None = None
+        self._refresher: ReferenceMover | None = None
+        self._reference: MeshSnapshot | None = None
         self._residents: Residents | None = None
         self._scorers: RewardModels | None = None
         self._noted: list[dict[str, Any]] = []
@@ -135,7 +139,7 @@ class WorkerHost:
         if (mesh := meshes[Role.ACTOR]) is not None:
             self._models[Role.ACTOR] = self._build_actor(mesh, checkpoint, updates)
         if (mesh := meshes[Role.REFERENCE]) is not None:
-            self._models[Role.REFERENCE] = self._build(mesh, None)
+            self._models[Role.REFERENCE] = reference_on_mesh(settings, mesh, checkpoint)
         if (mesh := meshes[Role.CRITIC]) is not None:
             self._models[Role.CRITIC] = critic_on_mesh(settings, mesh, checkpoint, critic_updates)
         ranks = [ranks_of(layout.role(role)) for role in (Role.ACTOR, Role.ROLLOUT)]
@@ -148,6 +152,10 @@ class WorkerHost:
             self._engine = self._vllm.engine
         else:
             self._build_embedded(ranks, nodes)
+        if refreshes(settings):
+            both = sorted({*ranks_of(layout.role(Role.ACTOR)), *ranks_of(layout.role(Role.REFERENCE))})
+            actor, reference = self._models.get(Role.ACTOR), self._models.get(Role.REFERENCE)
+            self._refresher = ReferenceMover(actor, reference, both, self.device, nodes)
         models: dict[str, MeshModel | RewardModels] = {str(role): model for role, model in self._models.items()}
         if self._own(Role.REWARD) is not None:
             self._scorers = models[str(Role.REWARD)] = RewardModels(reward_models(settings.reward), self.device)
@@ -332,6 +340,28 @@ class WorkerHost:
             self._mover.move(version)
         if self._engine is not None:
             self._engine.load_weights(version)
+
+    @verb()
+    def refresh_reference(self, version: int) -> None:
+        """Bring the actor's weights to the reference; called on all ranks of both."""
+        self._phases.enter("reference")
+        self._refresher.move(version)
+        self._residents.changed(Role.REFERENCE)
+
+    @verb()
+    def hold_reference(self) -> dict[str, dict[str, Spec]]:
+        """As ``hold_snapshot``, of the reference."""
+        model = self._models[Role.REFERENCE]
+        self._reference = MeshSnapshot.take(model)
+        return specs_of(held(model)) if is_first(model.mesh) else {}
+
+    @verb()
+    def write_reference(self, folder: Path) -> None:
+        """As ``write_snapshot``, of the reference."""
+        snapshot, self._reference = self._reference, None
+        if self._models[Role.REFERENCE].mesh.rank == 0:
+            write_config(self._models[Role.REFERENCE], folder)
+        self._writing = self._writer.submit(snapshot.write, folder)
 
     @verb()
     def hold_snapshot(self) -> dict[str, dict[str, Spec]]:

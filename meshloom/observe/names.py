@@ -128,6 +128,7 @@ _ALL = (
     _metric("mfu_attention", "Utilization by attention", U.SHARE, B.NEITHER, S.SPEED, "What attention adds to the matrix utilization."),
     _metric("peak_memory_bytes", "Peak memory", U.BYTES, B.DOWN, S.SPEED, "Most memory held so far."),
     _metric("weights_version", "Weights version", U.COUNT, B.NEITHER, S.OPTIMIZATION, "Version of the weights after the step."),
+    _metric("reference_version", "Reference version", U.COUNT, B.NEITHER, S.OPTIMIZATION, "Version of the weights that the reference took last; 0 before it is refreshed."),
     _metric("lag_versions", "Lag", U.COUNT, B.NEITHER, S.OPTIMIZATION, "Versions that the step's oldest token was behind the weights it began to train."),
     _metric("epoch", "Epoch", U.NONE, B.NEITHER, S.OPTIMIZATION, "Passes over the prompts so far."),
 )  # fmt: skip

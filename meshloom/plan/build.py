@@ -54,6 +54,7 @@ from meshloom.plan.outlook import (
 from meshloom.plan.parameters import UnknownFamily
 from meshloom.plan.placement import Role, devices_of_machine
 from meshloom.plan.recompute import choose_recompute
+from meshloom.plan.reference_checks import check_reference, reference_line
 from meshloom.plan.sft_devices import lay_out_sft, sft_memory
 from meshloom.plan.spread import ledger_over_devices
 from meshloom.plan.stays import stay_lines, stays
@@ -146,12 +147,15 @@ def build_plan(
     check_engine_settings(found, settings)
     if isinstance(settings, TrainSettings):
         check_groups(found, settings)
+        check_reference(found, settings)
     critic = critic_folder(found, settings, folder) if isinstance(settings, TrainSettings) else None
     batch = [line for line in batch_ledger(settings, num_prompts) if not over_devices or line.name != MICROBATCHES]
     chosen: Iterable[LedgerLine] = ()
     if isinstance(settings, TrainSettings):
         chosen = algorithm_lines(settings)
         batch += generation_lines(settings)
+        if (reference := reference_line(settings)) is not None:
+            batch.append(reference)
     lines = [*check_inputs(found, settings), *chosen, *batch, *over_devices]
     if unread is not None:
         found.refuse("M001", "model.path", unread.what, why=unread.why, fix=unread.fix)

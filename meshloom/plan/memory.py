@@ -33,6 +33,7 @@ from meshloom.plan.ledger import (
 from meshloom.plan.memory_lines import BOTH, MemoryLines, checkpoint_bytes_each
 from meshloom.plan.model_folder import ModelFolder
 from meshloom.plan.parameters import DecoderNumbers, Layer, Layers, UnknownFamily, count_parameters
+from meshloom.plan.reference import has_own_reference
 from meshloom.plan.residency import EngineRole, ModelRole, Phase
 from meshloom.plan.sharded_memory import FLOAT32, engine_holdings, model_holdings
 from meshloom.plan.shards import Cut, cached_values, part_of
@@ -183,7 +184,7 @@ def memory_ledger(
     if not isinstance(settings, SftSettings):
         _engine_lines(ledger, settings, model, width)
     if isinstance(settings, TrainSettings) and settings.algorithm.kl is not KlPlace.NONE:
-        if settings.model.lora is None:
+        if has_own_reference(settings):
             reference = replace(actor, name="reference", computes=(Phase.LOGPROB,))
             ledger.take(model_holdings(reference))
             ledger.held("weights", f"parameters × {width}", shown="reference weights")

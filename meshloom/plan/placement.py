@@ -18,9 +18,10 @@ from meshloom.config.cluster_settings import MOST_DEVICES, ClusterSettings, Para
 from meshloom.config.environment import visible_gpus
 from meshloom.config.names import VALUE_ADVANTAGES
 from meshloom.config.reward_settings import reward_models
-from meshloom.config.settings import KlPlace, TrainSettings
+from meshloom.config.settings import TrainSettings
 from meshloom.plan.faults import Change, Fault
 from meshloom.plan.host_names import expand
+from meshloom.plan.reference import has_own_reference
 from meshloom.plan.topology import DeviceSet, Topology
 
 FORM = "devices are integers (as this process sees them) or node:index"
@@ -65,7 +66,7 @@ def roles_of(settings: TrainSettings) -> tuple[Role, ...]:
     needed = {
         Role.ACTOR: True,
         Role.ROLLOUT: True,
-        Role.REFERENCE: settings.algorithm.kl is not KlPlace.NONE and settings.model.lora is None,
+        Role.REFERENCE: has_own_reference(settings),
         Role.CRITIC: has_critic(settings) or settings.placement.critic != "all",
         Role.REWARD: bool(reward_models(settings.reward)) or settings.placement.reward != "all",
     }

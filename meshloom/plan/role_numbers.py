@@ -15,6 +15,7 @@ from meshloom.plan.ledger import longest_sample_tokens, most_computed_tokens, mo
 from meshloom.plan.memory import compute_bytes, on_gpu
 from meshloom.plan.parameters import DecoderNumbers
 from meshloom.plan.placement import PHASES, Role
+from meshloom.plan.reference import has_own_reference, refreshes
 from meshloom.plan.residency import EngineRole, ModelRole, Phase, Residency
 from meshloom.plan.sharded_memory import FLOAT32
 from meshloom.plan.shards import Cut, ceil_div
@@ -57,7 +58,7 @@ def computes_old_logprobs(settings: TrainSettings) -> bool:
 
 def computes_logprobs(settings: TrainSettings) -> bool:
     """Whether the actor computes log-probs before its updates: its own, or, without its adapters, those of the reference."""
-    is_reference = settings.model.lora is not None and settings.algorithm.kl is not KlPlace.NONE
+    is_reference = settings.algorithm.kl is not KlPlace.NONE and not has_own_reference(settings)
     return computes_old_logprobs(settings) or is_reference
 
 
@@ -89,6 +90,8 @@ def model_role(
     if found.role == Role.ACTOR and not computes_logprobs(settings):
         phases.remove(Phase.LOGPROB)
     lends = [Phase.SYNC] if Phase.SYNC in phases else []
+    if found.role == Role.ACTOR and refreshes(settings) and Phase.LOGPROB not in phases:
+        lends.append(Phase.LOGPROB)
     cut, batch, longest = cut_of(found), settings.batch, longest_sample_tokens(settings)
     is_critic = found.role == Role.CRITIC
     bound = settings.critic.tokens_per_microbatch if is_critic else None

@@ -13,6 +13,7 @@ from meshloom.config.settings import TrainSettings
 from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.placement import PHASES, Role
+from meshloom.plan.reference import refreshes
 from meshloom.plan.residency import EVERY, Phase, Residency, through_values
 from meshloom.plan.role_numbers import PLACES, computes_logprobs, engine_owns_weights
 
@@ -73,7 +74,8 @@ def _stays(role: Role, offload: RoleOffloadSettings, settings: TrainSettings, la
     busy = tuple(Phase(phase) for phase in PHASES[role])
     needed = busy
     if role == Role.ACTOR:
-        if not computes_logprobs(settings):
+        # A reference that is refreshed takes its weights as it is about to be asked.
+        if not computes_logprobs(settings) and not refreshes(settings):
             needed = tuple(phase for phase in busy if phase is not Phase.LOGPROB)
         if not engine_owns_weights(settings, layout):
             needed = (Phase.GENERATE, *needed)

@@ -100,6 +100,10 @@ class ResidentModel:
         self._gradients_are_away = self._gradients_are_away and part is not Part.OPTIMIZER
         self.at[part] = Residency.DEVICE
 
+    def changed(self, part: Part) -> None:
+        """A part that is on the device has other values, which no update made: it is copied when it moves away."""
+        self._kept.pop(part, None)
+
     def held_bytes(self, part: Part) -> int:
         """That a part has on the device now."""
         return sum(storage.nbytes() for group in self._groups(part) for storage in group)
