@@ -77,6 +77,26 @@ def test_a_program_may_read_its_input_in_any_way(judge: CodeJudge) -> None:
     ).passed
 
 
+ORDINARY = {
+    "numpy": "import numpy\nprint(numpy.arange(4).sum())",
+    "threads": "import concurrent.futures as c\nwith c.ThreadPoolExecutor(2) as e: print(sum(e.map(int, '15')))",
+    "processes": "import multiprocessing as m\nwith m.Pool(2) as p: print(sum(p.map(int, '15')))",
+    "commands": "import subprocess\nprint(subprocess.check_output(['echo', '6'], text=True))",
+    "an event loop": "import asyncio\nasync def f(): print(6)\nasyncio.run(f())",
+    "files of its own": "import tempfile\nwith tempfile.TemporaryFile('w+') as f:\n f.write('6')\n f.seek(0)\n print(f.read())",
+    "classes": "import pickle\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n x: int = 6\n"
+    "print(pickle.loads(pickle.dumps(A())).x)",
+    "exit": "print(6)\nexit()",
+    "the main guard": "if __name__ == '__main__':\n print(6)",
+}
+
+
+@pytest.mark.parametrize("way", ORDINARY)
+def test_ordinary_programs_run_as_they_would_alone(judge: CodeJudge, way: str) -> None:
+    found = judged(judge, ORDINARY[way], "6")
+    assert found.passed == 1, found.finding
+
+
 BOMB = """
 import os, sys
 made = 0

@@ -47,7 +47,7 @@ def enter_root(paths: Iterable[str]) -> None:
     for name in _DEVICES:
         _place(f"/dev/{name}", is_folder=False)
         kernel.mount(f"/dev/{name}", f"{_STAGE}/dev/{name}", flags=kernel.BIND)
-    for name, target in _LINKS.items():
+    for name, target in {**_LINKS, "shm": FOLDER}.items():
         os.symlink(target, f"{_STAGE}/dev/{name}")
     _place("/proc", is_folder=True)
     kernel.mount("/proc", f"{_STAGE}/proc", flags=kernel.BIND | kernel.RECURSIVE)
