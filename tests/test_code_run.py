@@ -18,7 +18,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_inputs(tmp_path_factory.mktemp("inputs"))
     tests = {"inputs": ["1"], "outputs": ["1"]}
     rows = [{"prompt": f"{i}+1=", "answer": tests} for i in range(8)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("rows.jsonl", "held_out.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -41,6 +42,8 @@ def test_a_run_says_what_separates_programs_and_counts_verdicts(
     assert all(sample["reward"] == 0 for sample in of_training)
     assert {f"code/{sample['remark'].partition(':')[0]}" for sample in of_training} == set(verdicts)
     assert "code/passed" not in verdicts
+    held_out = [record["metrics"] for record in read_metrics(run_dir) if record["kind"] == "validation"]
+    assert all(any(name.startswith("code/") for name in metrics) for metrics in held_out)
 
 
 def test_a_plan_refuses_programs_that_were_not_asked_for(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:

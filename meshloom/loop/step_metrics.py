@@ -15,9 +15,8 @@ from meshloom.config.errors import RunFault
 from meshloom.config.names import GROUP_ADVANTAGES
 from meshloom.config.settings import TrainSettings
 from meshloom.loop.component_watch import by_component
-from meshloom.loop.validate import length_metrics
+from meshloom.loop.validate import length_metrics, verdict_counts
 from meshloom.observe.timing import PhaseClock
-from meshloom.rewards.code.verdict import Verdict
 from meshloom.samples import Samples
 from meshloom.train.model import TrainedModel
 
@@ -125,13 +124,6 @@ def _part_means(batch: Samples) -> dict[str, float]:
         for name, value in parts.items() if valid else ():
             values.setdefault(name, []).append(value)
     return {f"reward/{name}": sum(column) / len(column) for name, column in sorted(values.items())}
-
-
-def verdict_counts(batch: Samples) -> dict[str, float]:
-    """How many programs came to each verdict there was; nothing where no programs are run."""
-    lines = (line for remark in batch.meta.get("remark", ()) for line in remark.splitlines())
-    told = Counter(line.partition(":")[0] for line in lines)
-    return {f"code/{verdict}": float(told[verdict]) for verdict in Verdict if told[verdict]}
 
 
 def speed_metrics(batch: Samples, clock: PhaseClock, actor: TrainedModel) -> dict[str, float]:

@@ -4,6 +4,7 @@ Owns: the numbers of a validation. Always holds: every prompt counts once, in a 
 sample without a valid reward is left out of the means and counted.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from meshloom.loop.component_watch import by_component
 from meshloom.loop.stage import Draw
 from meshloom.observe.statistics import pass_at_k, wilson_interval
 from meshloom.observe.timing import PhaseClock
+from meshloom.rewards.code.verdict import Verdict
 from meshloom.samples import Samples, concat
 from meshloom.samples.episodes import joined
 
@@ -67,7 +69,7 @@ def validation_metrics(samples: Samples, *, threshold: float, component: str | N
     invalid = float((~samples["valid"]).sum())
     samples = by_component(samples, component)
     valid = samples["valid"]
-    metrics = {"reward_invalid": invalid, **length_metrics(samples), **mean}
+    metrics = {"reward_invalid": invalid, **length_metrics(samples), **mean, **verdict_counts(samples)}
     if not bool(valid.any()):
         return metrics
     solved = (samples["reward"] >= threshold) & valid
@@ -90,6 +92,13 @@ def validation_metrics(samples: Samples, *, threshold: float, component: str | N
             "k": k,
         }
     return metrics
+
+
+def verdict_counts(batch: Samples) -> dict[str, float]:
+    """How many programs came to each verdict there was; nothing where no programs are run."""
+    lines = (line for remark in batch.meta.get("remark", ()) for line in remark.splitlines())
+    told = Counter(line.partition(":")[0] for line in lines)
+    return {f"code/{verdict}": float(told[verdict]) for verdict in Verdict if told[verdict]}
 
 
 def length_metrics(samples: Samples) -> dict[str, float]:
