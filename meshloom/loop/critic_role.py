@@ -7,6 +7,7 @@ computes as the actor does (arithmetic, kernels, recompute), whole, whatever the
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshloom.config.errors import UserError
 from meshloom.config.settings import ModelSettings, TrainSettings
 from meshloom.plan.placement import has_critic
 from meshloom.train.load import pick_device, pick_dtype
@@ -50,19 +51,27 @@ def critic_on_mesh(settings: TrainSettings, mesh: "TrainMesh", checkpoint: Path 
         mesh: of the critic.
         checkpoint: that the run goes on from.
         updates: that the critic made before.
+
+    Raises:
+        UserError: if its folder cannot be used, or it cannot be cut so.
     """
     # They bring torch.distributed, which a run on one device does without.
     from meshloom.train.build_on_mesh import build_model
     from meshloom.train.mesh_snapshot import restore_on_mesh
 
-    model = build_model(
-        critic_model_settings(settings),
-        mesh,
-        critic_bound(settings),
-        settings.critic.optimizer,
-        path=None if checkpoint is None else checkpoint / CRITIC,
-        scalar_head=True,
-    )
+    try:
+        model = build_model(
+            critic_model_settings(settings),
+            mesh,
+            critic_bound(settings),
+            settings.critic.optimizer,
+            path=None if checkpoint is None else checkpoint / CRITIC,
+            scalar_head=True,
+        )
+    except UserError as error:
+        named = (text.replace("parallel.actor", "parallel.critic") for text in (error.where, error.why, error.fix))
+        where, why, fix = named
+        raise UserError(error.what, where=where, why=why, fix=fix) from error
     if checkpoint is not None:
         restore_on_mesh(model, checkpoint, updates)
     return model

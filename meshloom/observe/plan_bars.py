@@ -116,7 +116,7 @@ def _groups(plan: Plan) -> Iterator[Bars]:
     if plan.outlook is None or plan.layout is None:
         return
     for group in plan.outlook.groups:
-        bars = tuple(_bar(group, phase) for phase in Phase)
+        bars = tuple(_bar(group, phase) for phase in group.ledger.phases)
         elsewhere = tuple(
             f"{bytes_text(count)} on the {place}"
             for place in (Residency.HOST, Residency.DISK)

@@ -11,7 +11,7 @@ from meshloom.observe.markup import Markup, el, join, void
 from meshloom.plan.host_names import fold
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.meshes import Mesh
-from meshloom.plan.picture import STEP_PHASES, kinds_of_nodes
+from meshloom.plan.picture import kinds_of_nodes, step_phases
 from meshloom.plan.placement import Shared
 from meshloom.plan.topology import DeviceSet
 
@@ -134,7 +134,9 @@ def _chip(layout: Layout, role: RoleLayout, device: int) -> Markup | None:
 
 def _roles(layout: Layout) -> Markup:
     head = el(
-        "tr", *(el("th", text) for text in ("role", "devices", "mesh", "replicas")), map(_phase_head, STEP_PHASES)
+        "tr",
+        *(el("th", text) for text in ("role", "devices", "mesh", "replicas")),
+        map(_phase_head, step_phases(layout)),
     )
     rows = (_role_row(layout, role) for role in layout.roles)
     table = el("table", el("thead", head), el("tbody", rows), class_="ledger roles")
@@ -149,7 +151,7 @@ def _role_row(layout: Layout, role: RoleLayout) -> Markup:
     mesh = [el("div", _mesh(role.mesh), class_="mesh")]
     if role.sequence_mesh is not None and role.replicas > 1:
         mesh.append(el("div", "samples over ", _mesh(role.sequence_mesh), class_="mesh soft"))
-    busy = (_phase_cell(phase, phase in role.phases) for phase in STEP_PHASES)
+    busy = (_phase_cell(phase, phase in role.phases) for phase in step_phases(layout))
     count = join(
         [el("span", plural(len(role.devices), "device")), el("div", _named(layout, role.devices), class_="entries")]
     )

@@ -213,7 +213,8 @@ class Candidates:
 
     def _fits(self, role: Role, pool: Pool, cut: Degrees) -> bool:
         """Whether a cut goes into the devices and the model, and keeps what exchanges every layer inside a node."""
-        model = None if role is Role.CRITIC else self.model
+        other = role is Role.CRITIC and self.settings.critic.model is not None
+        model = None if other else self.model
         if pool.world % cut.model_parallel:
             return False
         fault = next(mesh_faults(pool, cut, model, trained=role is not Role.ROLLOUT), None)

@@ -125,7 +125,8 @@ def cut_faults(
         model: of the run; none if it is not known.
     """
     pool, given = Pool.of(devices, topology), degrees_of(settings, role)
-    cut_model = None if role == Role.CRITIC else model
+    # The critic's cut is checked where its model is the actor's; another one is looked at when it is built.
+    cut_model = None if role == Role.CRITIC and settings.critic.model is not None else model
 
     def changes() -> Iterator[Change]:
         near = near_degrees(pool, given, cut_model, trained=role != Role.ROLLOUT)

@@ -8,11 +8,18 @@ from collections.abc import Iterator, Sequence
 
 from meshloom.plan.host_names import fold
 from meshloom.plan.layout import Layout, RoleLayout
-from meshloom.plan.placement import PHASES
+from meshloom.plan.placement import PHASES, Role
 
 _LABEL, _CELL, _ACROSS, _PHASE = 12, 8, 8, 10
 _MOST_KINDS, _MOST_NAMES, _MOST_DEVICES = 12, 4, 64
-STEP_PHASES = ("generate", "score", "log-prob", "update", "sync")
+_STEP_PHASES = ("generate", "score", "log-prob", "values", "update", "sync")
+
+
+def step_phases(layout: Layout) -> tuple[str, ...]:
+    """Phases of a step in their order; values are asked for only where there is a critic."""
+    asked = layout.role(Role.CRITIC) is not None
+    return tuple(phase for phase in _STEP_PHASES if asked or phase != "values")
+
 
 Signature = tuple[tuple[tuple[int, int, int], ...], ...]
 """Of one node, for each role: first index, end index and place in the innermost group of each stretch."""
@@ -122,7 +129,8 @@ def _meshes(layout: Layout) -> Iterator[str]:
 
 
 def _phases(layout: Layout) -> Iterator[str]:
-    yield f"{'phase':<{_LABEL}}" + "".join(f"{phase:<{_PHASE}}" for phase in STEP_PHASES)
+    phases = step_phases(layout)
+    yield f"{'phase':<{_LABEL}}" + "".join(f"{phase:<{_PHASE}}" for phase in phases)
     for role in layout.roles:
         busy = PHASES[role.role]
-        yield f"{role.role:<{_LABEL}}" + "".join(f"{'■' if phase in busy else '':<{_PHASE}}" for phase in STEP_PHASES)
+        yield f"{role.role:<{_LABEL}}" + "".join(f"{'■' if phase in busy else '':<{_PHASE}}" for phase in phases)

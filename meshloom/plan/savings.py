@@ -86,12 +86,18 @@ def _microbatches(settings: TrainSettings) -> Iterator[Change]:
         settings.batch.tokens_per_microbatch,
         -(-longest_sample_tokens(settings) // sequence_parts(settings)),
     )
+    own = settings.critic.tokens_per_microbatch or 0
+
+    def bound(most: int) -> Change:
+        critic = {"critic.tokens_per_microbatch": most} if own > most else {}
+        return {"batch.tokens_per_microbatch": most, **critic}
+
     smaller = tokens // 2
     while smaller > least:
-        yield {"batch.tokens_per_microbatch": smaller}
+        yield bound(smaller)
         smaller //= 2
     if least < tokens:
-        yield {"batch.tokens_per_microbatch": least}
+        yield bound(least)
 
 
 def _shardings(before: "Look", roles: tuple[Role, ...]) -> Iterator[Change]:

@@ -76,10 +76,11 @@ class DeviceLedger:
         phase = max(Phase, key=self.held)
         return phase, self.held(phase)
 
-    def _phases(self) -> Iterator[Phase]:
-        """Phases that a run has: a critic is asked only where there is one."""
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Phases that a device has: values are asked for only where a critic is."""
         asked = any(Phase.VALUES in found.phases and found.fleeting for found in self.holdings)
-        return (phase for phase in Phase if asked or phase is not Phase.VALUES)
+        return tuple(phase for phase in Phase if asked or phase is not Phase.VALUES)
 
     def elsewhere(self, at: Residency) -> int:
         """Bytes in the host's memory or on the disk, for this device."""
@@ -92,7 +93,7 @@ class DeviceLedger:
             where = "" if holding.at is Residency.DEVICE else f"; else on the {holding.at}"
             name, formula = f"{holding.role}: {holding.name}", f"{holding.formula}; in {when}{where}"
             yield replace(_line(name, holding.bytes, formula), phases=tuple(map(str, holding.phases)))
-        for phase in self._phases():
+        for phase in self.phases:
             formula = "sum of what the phase holds; libraries and fragmentation come on top"
             yield _line(f"held in {phase}", self.held(phase), formula)
             if (margin := self.margin(phase)) is not None:

@@ -103,7 +103,8 @@ def model_lines(settings: TrainSettings, found: RoleLayout) -> list[LedgerLine]:
         lines += [shared, *_microbatches(settings, found, share, shared.name, f"{prefix}update microbatches", each)]
     step = Share(settings.batch.prompts_per_step * settings.batch.samples_per_prompt, replicas)
     shared = _line(f"{prefix}samples per {each} per step", step.value, f"samples per step ÷ {name} replicas", "samples")
-    return [*lines, shared, *_microbatches(settings, found, step, shared.name, f"{prefix}log-prob microbatches", each)]
+    asked = f"{prefix}{'value' if found.role == Role.CRITIC else 'log-prob'} microbatches"
+    return [*lines, shared, *_microbatches(settings, found, step, shared.name, asked, each)]
 
 
 def _microbatches(
@@ -111,7 +112,8 @@ def _microbatches(
 ) -> list[LedgerLine]:
     """The most microbatches of a replica and of all, as if every sample were the longest. The devices of a split sequence hold
     ``tokens_per_microbatch`` each."""
-    batch, tokens = settings.batch, settings.batch.tokens_per_microbatch * found.mesh.size("sp")
+    batch, own = settings.batch, settings.critic.tokens_per_microbatch if found.role == Role.CRITIC else None
+    tokens = (own or batch.tokens_per_microbatch) * found.mesh.size("sp")
     longest = longest_sample_tokens(settings)
 
     def most(samples: int) -> int:

@@ -24,7 +24,7 @@ function phaseBars(stage, names) {
 
 function phaseLabel(name) { return (DATA.phases[name] || { label: name }).label; }
 
-const PHASE_COLORS = ["generate", "score", "log_prob", "reference", "update", "sync", "validate", "save"];
+const PHASE_COLORS = ["generate", "score", "log_prob", "reference", "values", "critic", "update", "sync", "validate", "save"];
 function phaseColor(name) { return PHASE_COLORS.includes(name) ? `phase-${name}` : "phase-other"; }
 
 function phaseCard(stage) {
