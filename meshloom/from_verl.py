@@ -26,6 +26,7 @@ from meshloom.config.recipes import DECIDED
 from meshloom.config.settings import SftSettings, SourceSettings, TrainSettings
 from meshloom.config.verl import Translation, translate
 from meshloom.config.verl.sheet import Native
+from meshloom.config.verl.turn_rules import ENABLE, INTERACTION, TOOLS, brings_environment
 from meshloom.plan.build import Plan
 from meshloom.plan.count import count_rows
 from meshloom.plan.report import as_text
@@ -58,13 +59,27 @@ def read_verl(words: Sequence[str], native: Sequence[str] = (), *, to_run: bool 
     if not there and translation.settings.get("rollout.engine", Native(value="", origin="")).value == "vllm":
         text = "vLLM is not installed here; without it `meshloom train` generates with the embedded engine"
         translation = _with(translation, warnings={"actor_rollout_ref.rollout.name": text})
-    return _with_score(translation, files, native)
+    return _with_environment(_with_score(translation, files, native), native)
 
 
 def _with(translation: Translation, **more: Mapping[str, Any]) -> Translation:
     """A translation with further entries in some of its accounts."""
     merged: dict[str, Any] = {name: {**getattr(translation, name), **entries} for name, entries in more.items()}
     return dataclasses.replace(translation, **merged)
+
+
+def _with_environment(translation: Translation, native: Sequence[str]) -> Translation:
+    """Without refusals that are about what answers a turn, where overrides of ours name that; else without what else is said of
+    an environment that is not there."""
+    lifted = [key for key in (ENABLE, TOOLS, INTERACTION) if key in translation.refused]
+    if not lifted:
+        return translation
+    if not brings_environment(native):
+        kept = {path: value for path, value in translation.settings.items() if not path.startswith("environment.")}
+        return dataclasses.replace(translation, settings=kept)
+    refused = {key: reason for key, reason in translation.refused.items() if key not in lifted}
+    ignored = dict.fromkeys(lifted, "environment, which is given beside it, says what answers a turn")
+    return _with(dataclasses.replace(translation, refused=refused), ignored=ignored)
 
 
 def _without_default_validation(translation: Translation) -> Translation:

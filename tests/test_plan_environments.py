@@ -22,23 +22,23 @@ TOOLS = f"environment.tools=[{__file__}:settings]"
 @pytest.mark.parametrize(
     ("code", "overrides", "said"),
     [
-        ("V001", ["environment.max_turns=2"], "none is given"),
-        ("V001", [TOOLS, "environment.reasoning_gym=true"], "both tools and reasoning_gym are given"),
-        ("V002", ["data.train.reasoning_gym=null", "data.train.episodes=5", TOOLS], "no environment makes one"),
-        ("V003", ["environment.gym=game"], "write it as file.py:name"),
-        ("V004", ["environment.custom=nowhere/game.py:Game"], "there is no file nowhere/game.py"),
-        ("V005", [f"environment.tools=[{__file__}:settings,{__file__}:settings]"], "two tools are called settings"),
-        ("V006", [TOOLS, "environment.tool_format=regex"], "needs environment.tool_pattern"),
-        ("V008", [TOOLS, "data.chat_template=never"], "set data.chat_template=auto"),
-        ("V009", [TOOLS, "rollout.ignore_eos=true"], "set rollout.ignore_eos=false"),
+        ("I001", ["environment.max_turns=2"], "none is given"),
+        ("I001", [TOOLS, "environment.reasoning_gym=true"], "both tools and reasoning_gym are given"),
+        ("I002", ["data.train.reasoning_gym=null", "data.train.episodes=5", TOOLS], "no environment makes one"),
+        ("I003", ["environment.gym=game"], "write it as file.py:name"),
+        ("I004", ["environment.custom=nowhere/game.py:Game"], "there is no file nowhere/game.py"),
+        ("I005", [f"environment.tools=[{__file__}:settings,{__file__}:settings]"], "two tools are called settings"),
+        ("I006", [TOOLS, "environment.tool_format=regex"], "needs environment.tool_pattern"),
+        ("I008", [TOOLS, "data.chat_template=never"], "set data.chat_template=auto"),
+        ("I009", [TOOLS, "rollout.ignore_eos=true"], "set rollout.ignore_eos=false"),
         (
-            "V010",
+            "I010",
             [TOOLS, "rollout.max_response_tokens=15"],
             "environment.max_turns=5, or rollout.max_response_tokens=22",
         ),
-        ("V012", [TOOLS, "rollout.deadline_s=20"], "environment.step_deadline_s=10"),
-        ("V015", [TOOLS, "algorithm.advantage=remax"], "no greedy episode"),
-        ("V014", ["environment.reasoning_gym=true", "reward.overlong.buffer_tokens=5"], "no reward to be added to"),
+        ("I012", [TOOLS, "rollout.deadline_s=20"], "environment.step_deadline_s=10"),
+        ("I015", [TOOLS, "algorithm.advantage=remax"], "no greedy episode"),
+        ("I014", ["environment.reasoning_gym=true", "reward.overlong.buffer_tokens=5"], "no reward to be added to"),
     ],
 )
 def test_what_cannot_work_is_refused(code: str, overrides: list[str], said: str) -> None:
@@ -57,11 +57,11 @@ def test_values_that_are_suggested_work() -> None:
 @pytest.mark.parametrize(
     ("code", "overrides"),
     [
-        ("V007", [TOOLS, "environment.tool_pattern=x"]),
-        ("V011", [TOOLS, "environment.max_turn_tokens=1000"]),
-        ("V013", ["environment.reasoning_gym=true", "environment.max_tool_calls=3"]),
-        ("V013", ["environment.reasoning_gym=true", "environment.max_turns=3"]),
-        ("V013", [TOOLS, "environment.arguments.size=3"]),
+        ("I007", [TOOLS, "environment.tool_pattern=x"]),
+        ("I011", [TOOLS, "environment.max_turn_tokens=1000"]),
+        ("I013", ["environment.reasoning_gym=true", "environment.max_tool_calls=3"]),
+        ("I013", ["environment.reasoning_gym=true", "environment.max_turns=3"]),
+        ("I013", [TOOLS, "environment.arguments.size=3"]),
     ],
 )
 def test_what_is_likely_not_meant_is_warned_about(code: str, overrides: list[str]) -> None:

@@ -14,7 +14,7 @@ from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.config.verl import Translation, translate
 from meshloom.config.verl.defaults import ENTRIES, RL_DEFAULTS, SFT_DEFAULTS
 from meshloom.config.verl.known import known_keys
-from meshloom.from_verl import settings_of
+from meshloom.from_verl import read_verl, settings_of
 
 GRPO = "algorithm.adv_estimator=grpo"
 ACTOR, REFERENCE, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
@@ -247,7 +247,18 @@ REFUSED = [
     ("data.train_batch_size", "not a whole number", ["data.train_batch_size=inf"]),
     ("data.shuffle", "neither true nor false", ["data.shuffle=maybe"]),
     (f"{ACTOR}.fsdp_config.dtype", "use bfloat16", [f"{ACTOR}.fsdp_config.dtype=float16"]),
-    (f"{ROLLOUT}.multi_turn.enable", "not offered", [f"{ROLLOUT}.multi_turn.enable=True"]),
+    (f"{ROLLOUT}.multi_turn.enable", "environment.tools", [f"{ROLLOUT}.multi_turn.enable=True"]),
+    (
+        f"{ROLLOUT}.multi_turn.tool_config_path",
+        "not run",
+        [f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.multi_turn.tool_config_path=t.yaml"],
+    ),
+    (
+        f"{ROLLOUT}.multi_turn.format",
+        "llama3_json",
+        [f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.multi_turn.format=gpt-oss"],
+    ),
+    (f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent", [f"{ROLLOUT}.agent.default_agent_loop=mine"]),
     (f"{ROLLOUT}.expert_parallel_size", "set it to 1", [f"{ROLLOUT}.expert_parallel_size=8"]),
     (f"{ACTOR}.strategy", "set it to fsdp", [f"{ACTOR}.strategy=deepspeed"]),
     ("reward.reward_manager.name", "naive", ["reward_model.reward_manager=batch"]),
@@ -274,6 +285,28 @@ def test_what_has_no_counterpart_is_refused_with_what_to_do(key: str, said: str,
     typed = next((one.partition("=")[0].lstrip("+") for one in overrides if one.lstrip("+").startswith(key)), key)
     found = translation.refused.get(typed) or translation.refused[overrides[0].partition("=")[0]]
     assert said in found
+
+
+def test_bounds_of_turns_are_those_of_an_environment() -> None:
+    group = f"{ROLLOUT}.multi_turn"
+    tools = (
+        f"{group}.enable=True",
+        f"{group}.tool_config_path=tools.yaml",
+        f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
+    )
+    bounds = (f"{group}.max_assistant_turns=5", f"{group}.max_user_turns=3", f"{group}.max_tool_response_length=500")
+    translation = grpo(*tools, *bounds, f"{group}.format=hermes")
+    found = {path: native.value for path, native in translation.settings.items() if path.startswith("environment.")}
+    assert found == {
+        "environment.max_turns": 4,
+        "environment.max_answer_characters": 500,
+        "environment.tool_format": "hermes",
+    }
+    assert list(translation.refused) == [f"{group}.tool_config_path"]
+    own = read_verl([GRPO, *tools, *bounds], ["environment.tools=[tools.py:search]"])
+    assert not own.refused and f"{group}.tool_config_path" in own.ignored
+    alone = read_verl([GRPO, *tools], [])
+    assert alone.refused and not any(path.startswith("environment.") for path in alone.settings)
 
 
 WARNED = [

@@ -5,7 +5,7 @@ same weights.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,15 +21,16 @@ _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _PIECES = r"\d|[^\s\w]| ?\p{L}+|\s"
 
 
-def build_model(folder: Path, examples: Path, *, seed: int) -> Path:
+def build_model(folder: Path, examples: Path, *, seed: int, tags: Sequence[str] = ("<answer>", "</answer>")) -> Path:
     """Write the folder.
 
     Args:
         folder: to be made.
         examples: problems with responses; the vocabulary is learned from their text.
         seed: of the random weights.
+        tags: texts that are one token each.
     """
-    tokenizer = _tokenizer(_texts(examples))
+    tokenizer = _tokenizer(_texts(examples), tags)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -58,8 +59,8 @@ def _texts(examples: Path) -> Iterable[str]:
         yield f"user\n{row['prompt'][0]['content']}\nassistant\n{row['response']}"
 
 
-def _tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer (every text has tokens), in which the answer's tags are one token each."""
+def _tokenizer(texts: Iterable[str], tags: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer (every text has tokens), in which tags are one token each."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -76,6 +77,6 @@ def _tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_SPECIAL[2], pad_token=_SPECIAL[0])
-    fast.add_tokens([AddedToken("<answer>", normalized=False), AddedToken("</answer>", normalized=False)])
+    fast.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
     fast.chat_template = CHAT_TEMPLATE
     return fast

@@ -3,7 +3,7 @@
 Owns: rules across settings that need no model, each with a stable code. Refuses to know: devices, models, what is in a file.
 Always holds: a refusal names the nearest values that work; a warning is about something that runs but is likely not meant.
 
-Codes: S sources, A algorithm, R rollout, B batch, O optimizer, L adapters; K, running programs, is in ``plan.code``; V,
+Codes: S sources, A algorithm, R rollout, B batch, O optimizer, L adapters; K, running programs, is in ``plan.code``; I,
 environments, in ``plan.environment_checks``.
 """
 

@@ -1,6 +1,6 @@
 """What settings of an environment mean together with others, checked before any work.
 
-Owns: rules about environments, each with a code (V). Refuses to know: what an environment does, what is in its file.
+Owns: rules about environments, each with a code (I). Refuses to know: what an environment does, what is in its file.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def check_environment(found: Findings, settings: TrainSettings | EvalSettings) -
         have = f"both {' and '.join(kinds)} are given" if kinds else "none is given"
         what = f"environment needs exactly one of {', '.join(KINDS)}; {have}"
         found.refuse(
-            "V001", "environment", what, fix="set one of them, such as environment.tools=[tools.py:calculator]"
+            "I001", "environment", what, fix="set one of them, such as environment.tools=[tools.py:calculator]"
         )
         return
     _check_files(found, environment)
@@ -43,7 +43,7 @@ def _check_sources(found: Findings, settings: TrainSettings | EvalSettings, kind
         if source is not None and source.episodes is not None and not {"gym", "custom"} & set(kinds):
             what = f"{path}.episodes are rows without a prompt, and no environment makes one"
             fix = f"set environment.gym or environment.custom, or give {path}.files"
-            found.refuse("V002", f"{path}.episodes", what, fix=fix)
+            found.refuse("I002", f"{path}.episodes", what, fix=fix)
 
 
 def _check_files(found: Findings, environment: EnvironmentSettings) -> None:
@@ -54,24 +54,24 @@ def _check_files(found: Findings, environment: EnvironmentSettings) -> None:
                 continue
             file, colon, function = name.rpartition(":")
             if not colon or not file.endswith(".py") or not function:
-                found.refuse("V003", path, f"{name!r} names no function of a file", fix="write it as file.py:name")
+                found.refuse("I003", path, f"{name!r} names no function of a file", fix="write it as file.py:name")
             elif not Path(file).is_file():
                 why = f"paths are relative to {Path.cwd()}"
-                found.refuse("V004", path, f"there is no file {file}", why=why, fix="give an existing file")
+                found.refuse("I004", path, f"there is no file {file}", why=why, fix="give an existing file")
 
 
 def _check_tools(found: Findings, environment: EnvironmentSettings) -> None:
     names = [tool.rpartition(":")[2] for tool in environment.tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         what = f"two tools are called {twice[0]}"
-        found.refuse("V005", "environment.tools", what, why="the model calls them by name", fix="rename one")
+        found.refuse("I005", "environment.tools", what, why="the model calls them by name", fix="rename one")
     if environment.tool_format == "regex" and environment.tool_pattern is None:
         what = "environment.tool_format regex needs environment.tool_pattern"
         fix = r"such as environment.tool_pattern='(?P<name>\w+)\((?P<arguments>.*?)\)'"
-        found.refuse("V006", "environment.tool_pattern", what, fix=fix)
+        found.refuse("I006", "environment.tool_pattern", what, fix=fix)
     if environment.tool_format != "regex" and environment.tool_pattern is not None:
         what = "environment.tool_pattern is used with environment.tool_format=regex only"
-        found.warn("V007", "environment.tool_pattern", what)
+        found.warn("I007", "environment.tool_pattern", what)
 
 
 def _check_bounds(found: Findings, settings: TrainSettings | EvalSettings, environment: EnvironmentSettings) -> None:
@@ -79,11 +79,11 @@ def _check_bounds(found: Findings, settings: TrainSettings | EvalSettings, envir
     if settings.data.chat_template == "never":
         what = "an environment speaks through the chat template, and data.chat_template is never"
         fix = "set data.chat_template=auto"
-        found.refuse("V008", "data.chat_template", what, fix=fix, suggestions=(("data.chat_template=auto",),))
+        found.refuse("I008", "data.chat_template", what, fix=fix, suggestions=(("data.chat_template=auto",),))
     if rollout.ignore_eos:
         what = "with rollout.ignore_eos no turn of the model ever ends, so an environment is never asked again"
         fix = "set rollout.ignore_eos=false"
-        found.refuse("V009", "rollout.ignore_eos", what, fix=fix, suggestions=(("rollout.ignore_eos=false",),))
+        found.refuse("I009", "rollout.ignore_eos", what, fix=fix, suggestions=(("rollout.ignore_eos=false",),))
     # A turn has a token at least, and what stands between two turns ends the one and begins the other.
     fewest = 1 if environment.reasoning_gym else 3 * turns - 2
     lengths = {
@@ -96,26 +96,26 @@ def _check_bounds(found: Findings, settings: TrainSettings | EvalSettings, envir
             why = f"all turns and what stands between them take {fewest} tokens at least"
             fixes = (f"environment.max_turns={(longest + 2) // 3}", f"{path}={fewest}")
             suggestions = tuple((each,) for each in fixes)
-            found.refuse("V010", path, what, why=why, fix=", or ".join(fixes), suggestions=suggestions)
+            found.refuse("I010", path, what, why=why, fix=", or ".join(fixes), suggestions=suggestions)
     bound = environment.max_turn_tokens
     if bound is not None and bound > rollout.max_response_tokens:
         what = f"environment.max_turn_tokens={bound} is never reached: all turns together have {rollout.max_response_tokens}"
-        found.warn("V011", "environment.max_turn_tokens", what)
+        found.warn("I011", "environment.max_turn_tokens", what)
     reward = settings.reward
     if environment.gives_rewards and reward.overlong is not None and not (reward.function or reward.components):
         what = "reward.overlong has no reward to be added to: the environment's own are given for its turns"
-        found.refuse("V014", "reward.overlong", what, fix="set reward.function too, or leave reward.overlong out")
+        found.refuse("I014", "reward.overlong", what, fix="set reward.function too, or leave reward.overlong out")
     if isinstance(settings, TrainSettings) and settings.algorithm.advantage in GREEDY_ADVANTAGES:
         what = f"{settings.algorithm.advantage} needs a greedy sample of each prompt, and no greedy episode is played"
         suggestion = ("algorithm.advantage=grpo",)
-        found.refuse("V015", "algorithm.advantage", what, fix="algorithm.advantage=grpo", suggestions=(suggestion,))
+        found.refuse("I015", "algorithm.advantage", what, fix="algorithm.advantage=grpo", suggestions=(suggestion,))
     for name in ("step_deadline_s", "episode_deadline_s"):
         deadline_s = vars(environment)[name]
         if deadline_s is not None and deadline_s >= rollout.deadline_s:
             what = f"environment.{name}={deadline_s:g} is no bound: the whole rollout has {rollout.deadline_s:g} s"
             fix = f"environment.{name}={rollout.deadline_s / 2:g}, or a longer rollout.deadline_s"
             suggestion = (f"environment.{name}={rollout.deadline_s / 2:g}",)
-            found.refuse("V012", f"environment.{name}", what, fix=fix, suggestions=(suggestion,))
+            found.refuse("I012", f"environment.{name}", what, fix=fix, suggestions=(suggestion,))
 
 
 def _check_unused(found: Findings, environment: EnvironmentSettings, kind: str) -> None:
@@ -126,4 +126,4 @@ def _check_unused(found: Findings, environment: EnvironmentSettings, kind: str) 
     for name in unused:
         default = EnvironmentSettings.model_fields[name].get_default(call_default_factory=True)
         if vars(environment)[name] != default and name != "tool_pattern":
-            found.warn("V013", f"environment.{name}", f"environment.{name} is not used with environment.{kind}")
+            found.warn("I013", f"environment.{name}", f"environment.{name} is not used with environment.{kind}")

@@ -123,7 +123,7 @@ HARMLESS: tuple[tuple[str, str], ...] = (
     ("actor_rollout_ref.rollout.quantization_config*", "nothing is quantised"),
     ("actor_rollout_ref.rollout.qat", "nothing is quantised"),
     ("actor_rollout_ref.rollout.mtp", "no further tokens are predicted at once"),
-    ("actor_rollout_ref.rollout.agent.*", "a prompt is answered in one turn"),
+    ("actor_rollout_ref.rollout.agent.*", "episodes are played by the controller"),
     ("data.val_batch_size", "validation rows are generated together, as memory allows"),
     ("data.custom_cls.name", "data.custom_cls.path decides"),
     ("data.sampler.class_name", "data.sampler.class_path decides"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshloom.config.verl.actor_rules import ROLLOUT
 from meshloom.config.verl.sheet import Sheet
+from meshloom.config.verl.turn_rules import turn_rules
 
 _ENGINES = {"vllm": "vllm", "vllm_omni": "vllm", "hf": "torch"}
 
@@ -23,7 +24,7 @@ def rollout_rules(sheet: Sheet, *, vllm_is_there: bool) -> None:
     _engine_arguments(sheet, engine)
     _validation(sheet)
     _must_be(sheet)
-    _turns(sheet)
+    turn_rules(sheet)
     _parallel(sheet)
 
 
@@ -179,11 +180,6 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "there is no router",
         "requests are not routed by a file of rules; set it to null",
     ),
-    "agent.default_agent_loop": (
-        ("single_turn_agent", None),
-        "a prompt is answered in one turn",
-        "a prompt is answered in one turn; set it to single_turn_agent",
-    ),
     "agent.agent_loop_config_path": (
         (None, ""),
         "there is none",
@@ -195,7 +191,6 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "agent loops of your own are not run; set it to null",
     ),
     "agent.custom_async_server.path": ((None, ""), "there is none", "servers of your own are not run; set it to null"),
-    "multi_turn.enable": ((False, None), "a prompt is answered in one turn", "several turns and tools are not offered"),
     "mode": (("async", "sync", None), "generation takes its turn with training", "set it to async"),
 }
 """Keys with values that change nothing: those values, why, and what to do about others."""
@@ -214,13 +209,6 @@ def _must_be(sheet: Sheet) -> None:
         if key in sheet.given.entries and sheet.value(key) not in allowed:
             sheet.refuse(key, advice)
         sheet.ignore(reason, key)
-
-
-def _turns(sheet: Sheet) -> None:
-    enable = f"{ROLLOUT}.multi_turn.enable"
-    group = f"{ROLLOUT}.multi_turn."
-    why = f"it belongs to {enable}, which is refused" if enable in sheet.refused else "a prompt is answered in one turn"
-    sheet.ignore(why, *[key for key in sheet.open() if key.startswith(group)])
 
 
 def _parallel(sheet: Sheet) -> None:

@@ -149,10 +149,12 @@ class SampleTable {
     const siblings = this.samples.filter((other) => sameGroup(other, sample)).length;
     const facts = [["Answer", valueText(sample.answer)], ["Reward", rewardText(sample)], ["Advantage", sample.advantage === null ? MISSING : shortText(sample.advantage)],
       ["Finish", sample.finish], ["Row", `${sample.row}${sample.data_source ? ` of ${sample.data_source}` : ""}`], ["Weights", versionText(sample.versions)],
+      ...(sample.messages ? [["Turns", sample.turns], ["Tool calls", sample.tool_errors ? `${sample.tool_calls}, ${sample.tool_errors} with an error` : sample.tool_calls]] : []),
       ...Object.entries(sample.parts || {}).map(([name, value]) => [name, typeof value === "number" ? shortText(value) : valueText(value)])];
     return el("div", { class: "full" },
       el("dl", { class: "facts" }, ...facts.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, String(value))))),
-      el("div", { class: "texts" }, textBlock("Prompt", promptOf(sample).text, promptOf(sample).ids), textBlock("Response", sample.response, sample.response_ids || [])),
+      el("div", { class: "texts" }, textBlock("Prompt", promptOf(sample).text, promptOf(sample).ids), textBlock(sample.messages ? "Last turn" : "Response", sample.response, sample.response_ids || [])),
+      sample.messages ? el("ol", { class: "turns", "aria-label": "Conversation" }, ...sample.messages.map(message)) : null,
       siblings > 1 ? el("button", { type: "button", class: "quiet", onclick: () => { this.reset(); this.group = sample; this.update(); } }, `Show the group's ${siblings} samples`) : null);
   }
 
@@ -187,6 +189,12 @@ function excerpt(text, isPrompt) {
   const parts = String(text).split(TEMPLATE_MARK).map((part) => part.replace(/\s+/g, " ").trim()).filter((part) => part !== "");
   const line = isPrompt ? parts[parts.length - 1] || "" : parts.join(" ");
   return line.length <= EXCERPT ? line : line.slice(0, EXCERPT) + "…";
+}
+
+/** A message of an episode: who said it, and what. */
+function message(said) {
+  const role = said.name ? `${said.role} ${said.name}` : said.role;
+  return el("li", { class: said.role === "assistant" ? "own" : "" }, el("h4", null, role), el("pre", { tabindex: "0" }, valueText(said.content)));
 }
 
 function textBlock(label, text, ids) {
