@@ -184,6 +184,23 @@ def test_runs_weigh_and_reject_and_say_how_much(inputs: Path, tmp_path: Path) ->
     assert shown["bypassed"][0]["ratio_mean"] != pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.slow
+def test_over_two_devices_it_is_what_it_is_on_one(inputs: Path, tmp_path: Path) -> None:
+    correction = (
+        "{weights: banded, low: 0.3, threshold: 0.515, reject: k3, reject_level: sequence-mean, reject_threshold: 0.18}"
+    )
+    changes = (*BRIEF, *FAR, f"algorithm.correction={correction}")
+    for name, more in (("one", ()), ("two", ("cluster.devices_per_node=2",))):
+        assert run_training(train_settings(inputs, tmp_path / name, *changes, *more), resume=False) == 0
+    one, two = records(tmp_path / "one"), records(tmp_path / "two")
+    names = ("loss", "grad_norm", "rejected_share", "correction_weight", "correction_bounded_share", "sampler_gap")
+    for alone, together in zip(one, two, strict=True):
+        assert {name: together[name] for name in names} == pytest.approx(
+            {name: alone[name] for name in names}, rel=1e-4
+        )
+        assert 0 < alone["rejected_share"] < 1
+
+
 def test_a_weight_that_adapts_goes_on_where_the_run_was_saved(inputs: Path, tmp_path: Path) -> None:
     changes = ["algorithm.kl=reward", "algorithm.kl_estimator=k1", "algorithm.kl_control=adaptive"]
     changes += ["algorithm.kl_horizon=20", "algorithm.kl_target=0.02", "optimizer.schedule=constant"]

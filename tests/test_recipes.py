@@ -65,6 +65,10 @@ def test_origins_say_what_the_recipe_chose(tmp_path: Path) -> None:
     assert found["algorithm.gamma"] == "default"
     lines = {line.name: (line.value, line.source) for line in algorithm_lines(settings)}
     assert lines["clip above"] == ("0.28", "recipe dapo")
+    given = ["algorithm.correction={weights: banded, reject: k3, reject_threshold: 0.1}"]
+    lines = {line.name: (line.value, line.source) for line in algorithm_lines(load(*given))}
+    assert lines["weights of the gap"] == ("banded: 0.5 to 2, by token", f"override {given[0]}")
+    assert lines["rejection"] == ("k3 above 0.1, by token", f"override {given[0]}")
 
 
 def test_a_recipe_may_take_the_value_of_another_setting(tmp_path: Path) -> None:

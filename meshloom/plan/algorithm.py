@@ -27,6 +27,16 @@ def algorithm_lines(settings: TrainSettings) -> tuple[LedgerLine, ...]:
         line("clip above", "clip_high", f"{algorithm.clip_high:g}"),
         line("divergence", "kl", _divergence(algorithm)),
     ]
+    correction = algorithm.correction
+    if correction.weights != "none":
+        band = f"{correction.low:g} to " if correction.weights == "banded" else "at most "
+        text = f"{correction.weights}: {band}{correction.threshold:g}, by {correction.level}"
+        lines.append(line("weights of the gap", "correction.weights", text))
+    if correction.reject != "none" and correction.reject_threshold is not None:
+        text = f"{correction.reject} above {correction.reject_threshold:g}, by {correction.reject_level}"
+        lines.append(line("rejection", "correction.reject", text))
+    if algorithm.proximal == "sampler":
+        lines.append(line("ratio to", "proximal", "the sampler"))
     return tuple(lines)
 
 
