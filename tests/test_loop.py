@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from meshloom.config.names import Advantage, PolicyLoss
 from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
 from meshloom.loop.build import build_actor, build_engine, decoder, sampling_params, texts_decoder
-from meshloom.loop.collect import Collector
+from meshloom.loop.collect import Collector, packed
 from meshloom.loop.stage import Collected, Draw
 from meshloom.loop.step_metrics import SpreadWatch
 from meshloom.loop.train import run_training
@@ -26,6 +27,7 @@ from meshloom.observe.records import read_metrics, read_samples
 from meshloom.observe.run_folder import read_status
 from meshloom.observe.timing import PhaseClock
 from meshloom.rewards.pool import RewardPool
+from meshloom.rollout.protocol import Completion, FinishReason
 from meshloom.samples import Samples
 from meshloom.train.load import load_tokenizer
 from meshloom.train.model import MicrobatchBound
@@ -466,3 +468,17 @@ def test_a_response_ends_where_the_template_ends_a_turn(tmp_path: Path) -> None:
         (checkpoint,) = (tmp_path / run / "checkpoints").glob("step-*")
         saved = json.loads((checkpoint / "model" / "generation_config.json").read_text())
         assert set(saved["eos_token_id"]) == {0, 2}
+
+
+def test_samples_that_came_take_a_quarter_of_the_memory_of_lists() -> None:
+    """The controller of a run over devices has all samples of a step until the last one is scored."""
+    count = 1000
+    ids, logprobs = list(range(300, 300 + count)), [-0.1 * k for k in range(count)]
+    as_lists = sum(map(sys.getsizeof, (ids, ids[:], logprobs, *ids, *logprobs)))
+    completion = Completion(
+        request_id=3, index=1, ids=ids, logprobs=logprobs, versions=[2] * count, finish=FinishReason.STOP
+    )
+    found = packed(completion)
+    assert sum(map(sys.getsizeof, (found.ids, found.logprobs, found.versions))) < as_lists / 3
+    assert (list(found.ids), list(found.logprobs), list(found.versions)) == (ids, logprobs, [2] * count)
+    assert (found.request_id, found.index, found.finish) == (3, 1, FinishReason.STOP)

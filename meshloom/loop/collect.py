@@ -7,6 +7,7 @@ tokens that are trained on; a sample that was not finished or not scored never h
 
 import hashlib
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,7 +113,7 @@ class Collector:
                 prompt = self.prompts[by_number[number].prompt]
                 scoring = self.scorer.submit(self._reward_request(prompt, text, completion))
                 group = finished[number]
-                group[index] = Scored(completion, text, scoring)
+                group[index] = Scored(packed(completion), text, scoring)
                 if len(group) == wanted:
                     self.scorer.begin([group[place].scoring for place in sorted(group)])
         with clock.phase("score"):
@@ -121,7 +122,8 @@ class Collector:
                 for part in parts.values():
                     part.scoring.result()
         whole = {draw.number for draw in draws if len(finished[draw.number]) == wanted}
-        groups = {draw.number: self._group(draw, finished[draw.number]) for draw in draws if draw.number in whole}
+        # What a group is made of goes as it is made: not all of it is there twice.
+        groups = {draw.number: self._group(draw, finished.pop(draw.number)) for draw in draws if draw.number in whole}
         return Attempt(groups, [draw for draw in draws if draw.number not in whole])
 
     def _finished(self, completions: Iterable[Completion]) -> Iterator[list[Completion]]:
@@ -202,6 +204,16 @@ class Collector:
             response_ids=completion.ids,
             chat=[*before, *chat],
         )
+
+
+def packed(completion: Completion) -> Completion:
+    """The same with its numbers side by side: as lists, which they come as, they take four times the memory."""
+    return replace(
+        completion,
+        ids=array("q", completion.ids),
+        logprobs=array("d", completion.logprobs),
+        versions=array("q", completion.versions),
+    )
 
 
 def _greedy_id(number: int) -> int:

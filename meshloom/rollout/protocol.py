@@ -90,9 +90,9 @@ class Completion:
 
     request_id: int
     index: int
-    ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
     finish: FinishReason
 
 
