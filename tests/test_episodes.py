@@ -227,6 +227,17 @@ def test_a_run_with_tools_trains_on_what_was_sampled_and_can_be_resumed(inputs: 
     assert_same_run(run, half, only_last=True)
 
 
+def test_episodes_of_a_file_make_the_same_weights(inputs: Path, tmp_path: Path) -> None:
+    """Masks, rewards of turns and which samples are of one episode come back."""
+    exact = "logging.sampler_logprobs=true"
+    changes = ("batch.steps=2", "data.validation=null", exact, "algorithm.advantage=reinforce_plus_plus")
+    first = tool_run(inputs, tmp_path / "first", *changes)
+    again = tool_run(inputs, tmp_path / "again", *changes, f"rollout.from_samples={first}")
+    files = [sorted((run / "checkpoints").glob("step-*"))[-1] / "model/model.safetensors" for run in (first, again)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert [r["own"] for r in read_samples(again)] == [r["own"] for r in read_samples(first)]
+
+
 def test_a_gym_run_learns_from_rewards_of_its_turns(inputs: Path, tmp_path: Path) -> None:
     tools = ("environment.tools=[]", "environment.tool_format=hermes", "environment.tool_pattern=null")
     rows = ("data.train.files=[]", "data.train.episodes=6", "data.validation.files=[]", "data.validation.episodes=2")

@@ -13,6 +13,7 @@ from meshloom.loop.train import run_training
 from meshloom.observe.records import read_metrics, read_samples
 from meshloom.samples import Samples
 from tests.lesson_runs import assert_same_run, train_settings, write_inputs
+from tests.test_many_devices import assert_like
 
 BRIEF = ("algorithm.kl=none", "optimizer.schedule=constant", "checkpoint.keep_last=9", "validation.every_steps=0")
 COARSE = """\
@@ -189,3 +190,44 @@ def test_a_baseline_stands_once_in_a_group() -> None:
     assert found["greedy_reward"].tolist() == [0.25, 0.25]
     assert found["valid"].tolist() == [True, True]
     assert baseline_metrics(found) == {"greedy_reward_mean": 0.25, "greedy_invalid": 0.0}
+
+
+@pytest.mark.slow
+def test_over_devices_groups_are_replaced_baselines_made_and_samples_replayed_as_on_one(
+    inputs: Path, filtered: Path, remax: Path, tmp_path: Path
+) -> None:
+    """Engines beside the trainer, and on devices of their own; a file's samples over devices; samples without training."""
+    two = "cluster.devices_per_node=2"
+    apart = (two, "placement.actor=[0]", "placement.rollout=[1]")
+    given = (*sifted(inputs), "batch.steps=4", "checkpoint.every_steps=2")
+    assert_like(filtered, train(inputs, tmp_path / "filtered", *given, *apart), atol=1e-4)
+    assert_like(remax, train(inputs, tmp_path / "remax", *REMAX, two), atol=1e-4)
+    greedy = [
+        [r["response_ids"] for r in read_samples(run) if r["kind"] == "greedy"] for run in (remax, tmp_path / "remax")
+    ]
+    assert greedy[0] == greedy[1]
+    exact = "logging.sampler_logprobs=true"
+    first = train(inputs, tmp_path / "first", *REMAX, two, exact)
+    again = train(inputs, tmp_path / "again", *REMAX, two, f"rollout.from_samples={first}")
+    assert_like(first, again)
+    settings = train_settings(inputs, tmp_path / "made", *BRIEF, *REMAX, *apart, "data.validation=null")
+    assert run_training(settings, resume=False, only_rollout=True) == 0
+    made = [(r["kind"], r["response_ids"]) for r in read_samples(tmp_path / "made") if r["step"] == 1]
+    assert made == [
+        (r["kind"], r["response_ids"])
+        for r in read_samples(first)
+        if (r["step"], r["kind"]) in ((1, "train"), (1, "greedy"))
+    ]
+
+
+@pytest.mark.slow
+def test_a_filtered_run_with_a_lag_over_devices_keeps_its_bound_and_is_resumed(inputs: Path, tmp_path: Path) -> None:
+    given = (*sifted(inputs), "checkpoint.every_steps=2", "algorithm.max_lag_versions=2", "cluster.devices_per_node=2")
+    given = (*given, "placement.actor=[0]", "placement.rollout=[1]")
+    train(inputs, tmp_path / "run", *given, "batch.steps=2")
+    train(inputs, tmp_path / "run", *given, "batch.steps=4", resume=True)
+    found = metrics(tmp_path / "run")
+    assert len(found) == 4
+    # Two versions a step: one step ahead, and one more for what a step did not need.
+    assert max(each["lag_versions"] for each in found) <= 4
+    assert all(each["samples"] == 12 for each in found)

@@ -27,6 +27,7 @@ from meshloom.samples import Samples
 
 WHERE = "rollout.from_samples"
 _TEXTS_CHECKED = 256
+_OF_EPISODES = ("episode", "turns", "tool_calls", "tool_errors")
 
 
 class SavedRecord(BaseModel):
@@ -54,6 +55,12 @@ class SavedRecord(BaseModel):
     logprobs: list[float] | None = None
     token_versions: list[int] | None = None
     own: list[tuple[int, int]] | None = None
+    episode: int | None = None
+    turn_rewards: list[float] | None = None
+    messages: list[dict[str, Any]] = []
+    turns: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,8 +138,9 @@ def read_saved(settings: TrainSettings, decode: Callable[[Sequence[Sequence[int]
     unique = len({number for _, number in groups}) == len(groups)
     prompts = [_prompt(lines[0].record) for lines in groups.values()]
     with_logprobs = all(each.record.logprobs is not None for lines in groups.values() for each in _trained(lines))
+    played = all(line.record.episode is not None for lines in groups.values() for line in lines)
     made = [
-        (step, _samples(lines, place, number if unique else place, with_logprobs=with_logprobs))
+        (step, _samples(lines, place, number if unique else place, with_logprobs=with_logprobs, played=played))
         for place, ((step, number), lines) in enumerate(groups.items())
     ]
     return SavedSamples(file, _steps(made, settings.batch.prompts_per_step), prompts)
@@ -174,7 +182,8 @@ def _line(file: Path, number: int, text: str) -> Line | None:
         ) from error
     except ValueError as error:
         raise UserError(f"{file}:{number} is no JSON", where=WHERE, why=str(error), fix="mend or remove it") from error
-    for name, values in (("logprobs", record.logprobs), ("token_versions", record.token_versions)):
+    for name in ("logprobs", "token_versions", "turn_rewards"):
+        values = getattr(record, name)
         if values is not None and len(values) != len(record.response_ids):
             why = f"{name} has {len(values)} numbers, response_ids {len(record.response_ids)}"
             raise UserError(f"{file}:{number} is no sample to train on", where=WHERE, why=why, fix="mend or remove it")
@@ -190,23 +199,28 @@ def _check_groups(file: Path, groups: dict[tuple[int, int], list[Line]], setting
     wanted, data, rollout = settings.batch.samples_per_prompt, settings.data, settings.rollout
     for (step, number), lines in groups.items():
         trained = _trained(lines)
-        if len(trained) != wanted:
+        episodes = {line.record.episode for line in trained}
+        there = len(trained) if None in episodes else len(episodes)
+        if there != wanted:
             raise UserError(
-                f"group {number} of step {step} has {len(trained)} samples, batch.samples_per_prompt is {wanted}",
+                f"group {number} of step {step} has {there} samples, batch.samples_per_prompt is {wanted}",
                 where=f"{file}:{lines[0].number}",
                 why="a group is trained on whole; logging.samples_per_step may have left samples out",
-                fix=f"batch.samples_per_prompt={len(trained)} if all groups are of that size, or a whole file",
+                fix=f"batch.samples_per_prompt={there} if all groups are of that size, or a whole file",
             )
         if settings.algorithm.advantage in GREEDY_ADVANTAGES and len(lines) == len(trained):
             what = f"group {number} of step {step} has no greedy sample, which {settings.algorithm.advantage} needs"
             fix = "an estimator without a greedy baseline, or samples that were made with this one"
             raise UserError(what, where=f"{file}:{lines[0].number}", fix=fix)
         for line in lines:
-            if line.record.prompt_ids != lines[0].record.prompt_ids:
+            # Episodes of a draw may begin differently, and go on after what no longer fits their prompt.
+            if line.record.episode is None and line.record.prompt_ids != lines[0].record.prompt_ids:
                 what = f"two samples of group {number} of step {step} have different prompts"
                 raise UserError(what, where=f"{file}:{line.number}", fix="a group is of one prompt")
             sizes = (len(line.record.prompt_ids), len(line.record.response_ids))
             bounds = (data.max_prompt_tokens, rollout.max_response_tokens)
+            if line.record.episode is not None and sum(sizes) <= sum(bounds):
+                continue
             for name, size, bound in zip(("prompt", "response"), sizes, bounds, strict=True):
                 if size > bound:
                     path = "data.max_prompt_tokens" if name == "prompt" else "rollout.max_response_tokens"
@@ -240,41 +254,45 @@ def _prompt(record: SavedRecord) -> Prompt:
     return Prompt(row=row, ids=record.prompt_ids, text=record.prompt)
 
 
-def _samples(lines: Sequence[Line], place: int, number: int, *, with_logprobs: bool) -> Samples:
-    """A group, as the collector would have made it."""
+def _samples(lines: Sequence[Line], place: int, number: int, *, with_logprobs: bool, played: bool) -> Samples:
+    """A group, as the collector would have made it; ``played``: of episodes."""
     records = [line.record for line in _trained(lines)]
-    count, own = len(records), len(records[0].prompt_ids)
+    count = len(records)
     tokens = {
         "ids": torch.tensor([token for r in records for token in (*r.prompt_ids, *r.response_ids)]),
-        "mask": torch.tensor([is_own for r in records for is_own in (*[False] * own, *_mask(r))]),
-        "version": torch.tensor(
-            [version for r in records for version in (*[0] * own, *_versions(r))], dtype=torch.int32
-        ),
+        "mask": _column(records, [_mask(r) for r in records], torch.bool),
+        "version": _column(records, [_versions(r) for r in records], torch.int32),
+    }
+    rows = {
+        "group": torch.full((count,), number),
+        "prompt": torch.full((count,), place),
+        "reward": torch.tensor([r.reward or 0.0 for r in records], dtype=torch.float64),
+        "valid": torch.tensor([r.reward is not None for r in records]),
+    }
+    meta: dict[str, list[Any]] = {
+        "response": [r.response or "" for r in records],
+        "finish": [r.finish for r in records],
+        "invalid": [r.invalid or (None if r.reward is not None else "unknown") for r in records],
+        "parts": [r.parts for r in records],
+        "failed": [r.failed for r in records],
+        "remark": [r.remark for r in records],
     }
     if with_logprobs:
-        logprobs = [value for r in records for value in (*[0.0] * own, *(r.logprobs or ()))]
-        tokens["sampler_logprob"] = torch.tensor(logprobs, dtype=torch.float32)
-    invalid = [r.invalid or (None if r.reward is not None else "unknown") for r in records]
-    group = Samples(
-        lengths=torch.tensor([own + len(r.response_ids) for r in records]),
-        tokens=tokens,
-        rows={
-            "group": torch.full((count,), number),
-            "prompt": torch.full((count,), place),
-            "reward": torch.tensor([r.reward or 0.0 for r in records], dtype=torch.float64),
-            "valid": torch.tensor([r.reward is not None for r in records]),
-        },
-        meta={
-            "response": [r.response or "" for r in records],
-            "finish": [r.finish for r in records],
-            "invalid": invalid,
-            "parts": [r.parts for r in records],
-            "failed": [r.failed for r in records],
-            "remark": [r.remark for r in records],
-        },
-    )
+        tokens["sampler_logprob"] = _column(records, [r.logprobs or () for r in records], torch.float32)
+    if played:
+        rewards = [r.turn_rewards or [0.0] * len(r.response_ids) for r in records]
+        tokens["turn_reward"] = _column(records, rewards, torch.float64)
+        rows |= {name: torch.tensor([getattr(r, name) for r in records]) for name in _OF_EPISODES}
+        meta |= {"messages": [r.messages for r in records], "shown": [r.prompt for r in records]}
+    group = Samples(torch.tensor([len(r.prompt_ids) + len(r.response_ids) for r in records]), tokens, rows, meta)
     greedy = next((line.record for line in lines if line.record.kind == "greedy"), None)
     return group if greedy is None else with_baseline(group, _greedy(greedy))
+
+
+def _column(records: Sequence[SavedRecord], values: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    """Values of each response end to end; zero at prompts."""
+    pairs = zip(records, values, strict=True)
+    return torch.tensor([value for r, of in pairs for value in (*[0] * len(r.prompt_ids), *of)], dtype=dtype)
 
 
 def _mask(record: SavedRecord) -> list[bool]:

@@ -15,7 +15,8 @@ def token_columns(samples: Samples, sample: int, prompt_tokens: int) -> dict[str
     """Columns of a sample's response.
 
     ``logprobs``: log-probability of each token where it was sampled. ``token_versions``: of the weights that sampled each,
-    where they differ. ``own``: stretches (from, to) of tokens that are the model's own, where not all are.
+    where they differ. ``own``: stretches (from, to) of tokens that are the model's own, where not all are. Of episodes:
+    ``episode``, which of its draw, and ``turn_rewards``, where a turn had one.
     """
     stop = int(samples.lengths[: sample + 1].sum())
     start = stop - int(samples.lengths[sample]) + prompt_tokens
@@ -25,6 +26,11 @@ def token_columns(samples: Samples, sample: int, prompt_tokens: int) -> dict[str
         found["logprobs"] = [float(f"{value:.9g}") for value in samples["sampler_logprob"][start:stop].tolist()]
     if bool((versions != versions[0]).any()):
         found["token_versions"] = versions.tolist()
+    if "episode" in samples.rows:
+        found["episode"] = int(samples["episode"][sample])
+        rewards = samples["turn_reward"][start:stop]
+        if bool(rewards.any()):
+            found["turn_rewards"] = rewards.tolist()
     if not bool(mask.all()):
         found["own"] = stretches(mask)
     return found
