@@ -99,8 +99,9 @@ def _with_score(translation: Translation, files: Sequence[str], native: Sequence
     if score.pictures:
         text = f"the rows have pictures (column {score.pictures}), which are not read: this trains on text alone"
         translation = _with(translation, refused={"data.train_files": text})
-    own = any(override.startswith("reward.function=") for override in native)
-    if own or "reward.function" in translation.settings:
+    own = any(override.startswith(("reward.function=", "reward.components.")) for override in native)
+    scored = any(name == "reward.function" or name.startswith("reward.components.") for name in translation.settings)
+    if own or scored:
         return translation
     if score.refusal:
         return _with(translation, refused={_REWARD: score.refusal})

@@ -129,7 +129,7 @@ def test_a_map_is_given_on_the_command_line(run: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("overrides", "shown"),
     [
-        (["placement.critic=[1]"], ["a critic model on devices", "placement.critic=all"]),
+        (["placement.critic=[1]"], ["a critic that nothing asks for values", "placement.critic=all"]),
     ],
 )
 def test_what_is_only_planned_is_refused_by_name(

@@ -9,6 +9,7 @@ from meshloom.config.settings import TrainSettings
 from meshloom.loop.train import run_training
 from meshloom.plan.build import Plan, build_plan
 from meshloom.plan.device_map import with_device_map
+from meshloom.plan.residency import Phase
 from tests.lesson_runs import train_settings, whole_checkpoints, write_inputs, write_reward_model
 
 TWO = "cluster.devices_per_node=2"
@@ -134,7 +135,7 @@ def memory_lines(plan: Plan) -> dict[str, tuple[int, tuple[str, ...]]]:
 
 def test_the_plan_counts_weights_and_batch_of_a_reward_model_where_it_is(inputs: Path, tmp_path: Path) -> None:
     alone = memory_lines(build_plan(modelled(inputs, tmp_path / "run"), 14))
-    every = ("generate", "score", "log-prob", "update", "sync")
+    every = tuple(map(str, Phase))
     size = (inputs / "judge" / "model.safetensors").stat().st_size
     weights, phases = alone["reward: weights of quality"]
     assert phases == every and 0.9 * size < weights <= size

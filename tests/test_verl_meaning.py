@@ -39,6 +39,10 @@ def values(translation: Translation) -> dict[str, Any]:
 _CORRECTION = "algorithm.rollout_correction"
 _BANDED = [f"{_CORRECTION}.rollout_is=token", f"{_CORRECTION}.rollout_is_threshold=0.5_4.0"]
 _REJECTED = [f"{_CORRECTION}.rollout_rs=seq_max_k3", f"{_CORRECTION}.rollout_rs_threshold=0.3"]
+_SCORER = ["reward_model.enable=True", "reward_model.model.path=scorer"]
+_BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
+_DAPO = ["reward_model.reward_manager=dapo", f"+{_BUFFER}.enable=True"]
+_PENALTY = [*_DAPO, f"+{_BUFFER}.len=512", f"+{_BUFFER}.penalty_factor=0.5", f"+{_BUFFER}.log=True"]
 _ADAPTIVE = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"]
 MEANING = [
     ("batch.prompts_per_step", 1024, []),
@@ -163,6 +167,18 @@ MEANING = [
     ("logging.loggers", [], ["trainer.logger=console"]),
     ("checkpoint.keep_last", 3, ["trainer.max_actor_ckpt_to_keep=3"]),
     ("checkpoint.keep_last", 1_000_000, []),
+    ("reward.overlong.buffer_tokens", 512, _PENALTY),
+    ("reward.overlong.factor", 0.5, _PENALTY),
+    ("reward.overlong.max_tokens", 4096, [*_PENALTY, "+reward_model.reward_kwargs.max_resp_len=4096"]),
+    ("validation.success_component", "function", _PENALTY),
+    ("reward.components.reward_model.model.path", "scorer", _SCORER),
+    (
+        "reward.components.reward_model.model.tokens_per_batch",
+        8192,
+        [*_SCORER, "reward_model.forward_max_token_len_per_gpu=8192"],
+    ),
+    ("reward.components.reward_model.model.too_long", "truncate", [*_SCORER, "reward_model.max_length=2048"]),
+    ("offload.reward.parameters", "host", [*_SCORER, "reward_model.model.fsdp_config.param_offload=True"]),
     (
         "reward.kwargs.alpha",
         0.5,
@@ -262,7 +278,14 @@ REFUSED = [
     (f"{ROLLOUT}.expert_parallel_size", "set it to 1", [f"{ROLLOUT}.expert_parallel_size=8"]),
     (f"{ACTOR}.strategy", "set it to fsdp", [f"{ACTOR}.strategy=deepspeed"]),
     ("reward.reward_manager.name", "naive", ["reward_model.reward_manager=batch"]),
-    ("reward.reward_model.enable", "reward function", ["reward.reward_model.enable=True"]),
+    ("reward.reward_model.model_path", "one label", ["reward.reward_model.enable=True"]),
+    (
+        "reward.reward_model.enable_resource_pool",
+        "placement.reward",
+        [*_SCORER, "reward.reward_model.enable_resource_pool=True"],
+    ),
+    ("reward.custom_reward_function.path", "one of both", ["custom_reward_function.path=r.py", *_SCORER]),
+    (f"{_BUFFER}.len", "1 token or more", [*_DAPO, f"{_BUFFER}.len=0"]),
     ("trainer.val_only", "meshloom eval", ["trainer.val_only=True"]),
     ("trainer.critic_warmup", "set it to 0", ["trainer.critic_warmup=20"]),
     ("trainer.v1.trainer_mode", "sync", ["trainer.v1.trainer_mode=separate_async"]),

@@ -3,6 +3,7 @@
 Owns: their meaning here. Always holds: what changes the prompts, the answers or the score is translated or refused.
 """
 
+from meshloom.config.verl.reward_rules import BUFFER, overlong_rules, scorer_rules
 from meshloom.config.verl.sheet import Native, Sheet
 
 MODEL = "actor_rollout_ref.model"
@@ -172,22 +173,21 @@ _MANAGERS = {
 
 
 def _manager(sheet: Sheet) -> None:
-    key, buffer = "reward.reward_manager.name", "reward.reward_kwargs.overlong_buffer_cfg"
+    key = "reward.reward_manager.name"
     manager = sheet.text(key) or "naive"
     extra = _keys(sheet, "reward.reward_kwargs")
     if manager not in _MANAGERS:
         forms = f"managers that are understood: {', '.join(_MANAGERS)}"
         sheet.refuse(key, f"the manager {manager!r} has no counterpart; score one response in a function; {forms}")
     sheet.ignore(_MANAGERS.get(manager, ""), key)
-    if manager == "dapo" and sheet.flag(f"{buffer}.enable"):
-        why = "the penalty for overlong responses has no setting here"
-        sheet.refuse(f"{buffer}.enable", f"{why}; set it to False, or subtract it in a reward function of your own")
+    used = overlong_rules(sheet) if manager == "dapo" else False
     why = (
         "the manager's length penalty is off" if manager == "dapo" else f"the manager {manager!r} has no such argument"
     )
-    if f"{buffer}.enable" in sheet.refused:
-        why = f"it belongs to {buffer}.enable, which is refused"
-    harmless = {f"{buffer}.{name}" for name in ("enable", "len", "penalty_factor", "log")}
+    if used:
+        why = "it is not part of the penalty"
+    harmless = {f"{BUFFER}.{name}" for name in ("enable", "len", "penalty_factor", "log")}
+    extra = sheet.open(extra)
     for name in extra:
         if name in harmless or name == "reward.reward_kwargs.max_resp_len" or not sheet.has(name):
             sheet.ignore(why, name)
@@ -200,14 +200,8 @@ def _manager(sheet: Sheet) -> None:
 
 def _judges(sheet: Sheet) -> None:
     """Models and services that score."""
-    enable, url = "reward.reward_model.enable", "reward.sandbox_fusion.url"
-    if sheet.flag(enable):
-        sheet.refuse(
-            enable, "reward models are not run; call one from a reward function of your own, or set it to False"
-        )
-    why = "no reward model is used" if enable not in sheet.refused else f"it belongs to {enable}, which is refused"
-    keys = [*_keys(sheet, "reward.reward_model"), *_keys(sheet, "reward_model")]
-    sheet.ignore(why, *keys)
+    url = "reward.sandbox_fusion.url"
+    scorer_rules(sheet, f"{_FUNCTION}.path")
     if sheet.has(url):
         what = "programs are run on this machine, not sent to a service"
         fix = "leave it out and set reward.function=code reward.code.enabled=true in front of --"
