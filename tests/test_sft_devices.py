@@ -10,6 +10,7 @@ from meshloom.cli import main
 from meshloom.config.settings import SftSettings
 from meshloom.observe.records import read_metrics
 from meshloom.plan.build import build_plan
+from meshloom.plan.picture import draw
 from meshloom.plan.recompute import RECOMPUTED
 from tests.lesson_runs import command, sft_settings, write_inputs
 
@@ -85,6 +86,8 @@ def test_the_plan_shows_the_share_and_the_memory_of_each_device(inputs: Path) ->
         for cut in (("parallel.actor.fsdp_size=1",), ())
     )
     assert isinstance(alone, int) and isinstance(shared, int) and shared < 0.6 * alone
+    busy = next(line for line in draw(plan.layout).splitlines() if line.startswith("actor") and "■" in line)
+    assert busy.count("■") == 1
     assert not any("log-prob" in line.name or "rollout" in line.name for line in plan.lines)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from meshloom.plan.host_names import fold
 from meshloom.plan.layout import Layout, RoleLayout
-from meshloom.plan.placement import PHASES, Role
+from meshloom.plan.placement import Role
 
 _LABEL, _CELL, _ACROSS, _PHASE = 12, 8, 8, 10
 _MOST_KINDS, _MOST_NAMES, _MOST_DEVICES = 12, 4, 64
@@ -132,5 +132,5 @@ def _phases(layout: Layout) -> Iterator[str]:
     phases = step_phases(layout)
     yield f"{'phase':<{_LABEL}}" + "".join(f"{phase:<{_PHASE}}" for phase in phases)
     for role in layout.roles:
-        busy = PHASES[role.role]
+        busy = role.phases
         yield f"{role.role:<{_LABEL}}" + "".join(f"{'■' if phase in busy else '':<{_PHASE}}" for phase in phases)
