@@ -118,8 +118,8 @@ def end_at_once(kind: str, folder: str) -> tuple[Told, Told]:
 def draw_apart() -> str:
     """What a rank is told that has drawn something else than the first one."""
     peers = peers_of([0, 1, 2, 3], 4, dist.get_rank())
-    mine = Decision(peers.rank == 3, frozenset({peers.rank}))
-    assert peers.follow(mine, 5) == Decision(False, frozenset({0}))
+    mine = Decision(peers.rank == 3, frozenset({peers.rank}), frozenset({8, 9 + peers.rank}))
+    assert peers.follow(mine, 5) == Decision(False, frozenset({0}), frozenset({8, 9}))
     try:
         peers.follow(Decision(False), 6 if peers.rank == 2 else 5)
     except RunFault as error:

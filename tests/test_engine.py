@@ -312,6 +312,23 @@ def test_a_feed_whose_requests_could_never_fit_is_refused(make):
         engine.generate([], deadline_s=1, feed=RequestFeed(ask(0, prompt(4), max_tokens=10_000)))
 
 
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_a_request_is_withdrawn_only_if_it_has_not_begun(name):
+    engine, _ = ENGINES[name]("llama", max_sequences=2)
+    requests = [ask(i, prompt(4, i), seeds=[i, 50 + i, 90 + i], max_tokens=9) for i in range(3)]
+    expected = tokens_of(collect(engine, requests))
+    found = {}
+    for completion in engine.generate(requests, deadline_s=60):
+        if not found:
+            engine.withdraw(0)
+            engine.withdraw(2)
+        found[completion.request_id, completion.index] = completion
+    for (number, index), completion in found.items():
+        assert completion.ids == ([] if number == 2 else expected[number, index])
+        assert (completion.finish is FinishReason.ABORTED) is (number == 2)
+    assert len(found) == 9
+
+
 def test_an_aborted_request_ends_and_the_others_go_on(make):
     engine, _ = make("llama", max_sequences=3)
     requests = [ask(i, prompt(4 + i), seeds=[i, i + 10], max_tokens=5 if i == 0 else 30) for i in range(4)]

@@ -1,19 +1,24 @@
 """Replicas of an engine: turns, shares, and samples on their way between processes."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshloom.fabric.local import LocalSite
 from meshloom.fabric.wire import decode, encode
+from meshloom.fabric.workers import Workers
+from meshloom.loop.interrupts import Interrupts
 from meshloom.loop.model_role import in_order, merged
 from meshloom.loop.replicas import RemoteEngine, Turns
 from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from meshloom.rollout.travel import Completions
 from meshloom.samples import Samples
+from tests.engine_hosts import engine_of
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(-1e9, 0), st.integers(0, 9)), max_size=5)
 
@@ -116,3 +121,63 @@ def test_reports_of_replicas_add_up_and_one_without_samples_reports_its_loss_alo
         "loss": torch.tensor(4.0),
         "entropy": torch.tensor(6.0),
     }
+
+
+class Watched(Workers):
+    """Workers that note which requests went to which rank."""
+
+    def submit(self, verb: str, arguments: Any = None, **options: Any) -> Any:
+        if verb == "generate":
+            self.given.append((options["ranks"][0], [each.id for each in arguments["requests"]]))
+        return super().submit(verb, arguments, **options)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Watched, RemoteEngine]]:
+    """Two replicas, one of which is far slower."""
+    logs = tmp_path_factory.mktemp("logs")
+    host = "tests.engine_hosts:EngineHost"
+    with LocalSite(["cpu"] * 2) as site, Watched(host, site=site, logs=logs, collectives=False) as workers:
+        workers.given = []
+        engine = RemoteEngine(workers, [[0], [1]], vocabulary=97, move_weights=lambda version: None, takes_turns=True)
+        yield workers, engine
+
+
+def test_an_uneven_load_is_evened_and_samples_stay_the_same(uneven: tuple[Watched, RemoteEngine]) -> None:
+    """The fast replica takes over what the slow one has not begun."""
+    workers, found = uneven
+    requests = [request(i, prompt=2 + i % 3, samples=2, longest=30) for i in range(24)]
+    told = list(found.generate(requests, deadline_s=120))
+    alone = list(engine_of(8).generate(requests, deadline_s=120))
+    assert {(c.request_id, c.index): c.ids for c in told} == {(c.request_id, c.index): c.ids for c in alone}
+    assert len(told) == len(alone) == 48 and not any(c.finish is FinishReason.ABORTED for c in told)
+    first, *later = [ids for rank, ids in workers.given if rank == 1]
+    given_to_slow = next(ids for rank, ids in workers.given if rank == 0)
+    taken = {number for ids in later for number in ids}
+    assert len(taken) >= 3 and taken < set(given_to_slow) and not taken & set(first)
+    assert [replica.waiting_tokens for replica in found._replicas] == [0, 0]
+
+
+def test_a_request_is_aborted_on_another_device(uneven: tuple[Watched, RemoteEngine]) -> None:
+    _, found = uneven
+    long = [request(i, samples=1, longest=4000) for i in (0, 1)]
+    short = [request(i, samples=1, longest=3) for i in (2, 3)]
+    told: dict[int, Completion] = {}
+    for completion in found.generate([*short, *long], deadline_s=120):
+        told[completion.request_id] = completion
+        found.abort(0)
+        found.abort(1)
+    assert {told[i].finish for i in (0, 1)} <= {FinishReason.ABORTED, FinishReason.STOP}
+    assert any(told[i].finish is FinishReason.ABORTED and len(told[i].ids) < 4000 for i in (0, 1))
+    assert all(told[i].finish is not FinishReason.ABORTED for i in (2, 3))
+
+
+def test_a_message_that_is_early_waits_and_one_that_is_late_is_dropped() -> None:
+    interrupts, found = Interrupts(), engine_of(8)
+    asked = [request(0, longest=5), request(1, longest=5)]
+    interrupts.tell(1, [1], only_unbegun=False)
+    for number, ends in ((0, set()), (1, {1}), (2, set())):
+        stream = found.generate(asked, deadline_s=60)
+        with interrupts.hearing(number, found):
+            assert {c.request_id for c in stream if c.finish is FinishReason.ABORTED} == ends
+        interrupts.tell(number, [0], only_unbegun=True)

@@ -1,7 +1,7 @@
 """What a host object offers to the controller.
 
-Owns: the mark on public methods, and what a running verb may tell before it returns. Refuses to know: processes. Always
-holds: only a marked method can be called from outside.
+Owns: the marks on public methods, and what a running verb may tell before it returns. Refuses to know: processes. Always
+holds: only a marked method can be called from outside; verbs run one after the other, notes beside them.
 """
 
 import threading
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from meshloom.fabric.dispatch import Collect, Dispatch, from_all, replicate
 
 F = TypeVar("F", bound=Callable[..., Any])
-_MARK = "__meshloom_verb__"
+_MARK, _NOTE_MARK = "__meshloom_verb__", "__meshloom_note__"
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,17 @@ def verbs_of(kind: type) -> dict[str, Verb]:
             elif name in found and callable(member) is False:
                 del found[name]
     return found
+
+
+def note(method: F) -> F:
+    """Mark a public method as a note: called as it comes, on another thread than the verb that runs, without an answer."""
+    setattr(method, _NOTE_MARK, True)
+    return method
+
+
+def takes_note(kind: type, name: str) -> bool:
+    """Whether a class has a note of a name."""
+    return any(_NOTE_MARK in vars(vars(base)[name]) for base in kind.__mro__ if callable(vars(base).get(name)))
 
 
 class _Running(threading.local):

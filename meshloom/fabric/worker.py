@@ -5,7 +5,8 @@ the heartbeat goes on while a verb computes; the process group is set up here, b
 imported; when the controller's connection ends, so does this process, whatever it is in.
 
 From the controller: ``begin`` (host, settings; rank 0 opens the store), ``join`` (where the store is), ``call`` (a verb),
-``end``. To it: ``hello``, ``beat``, ``store`` (its place), ``ready``, ``event`` and ``result`` of a call, ``error``.
+``note`` (something for the verb that runs), ``end``. To it: ``hello``, ``beat``, ``store`` (its place), ``ready``, ``event``
+and ``result`` of a call, ``error``.
 """
 
 import faulthandler
@@ -28,7 +29,7 @@ from meshloom.fabric.faults import error_fields
 from meshloom.fabric.processes import die_with_parent, interface_of
 from meshloom.fabric.seats import Seat
 from meshloom.fabric.stacks import answer_on_signal
-from meshloom.fabric.verbs import telling, verbs_of
+from meshloom.fabric.verbs import takes_note, telling, verbs_of
 from meshloom.fabric.wire import decode, encode
 
 BEAT_S = 1.0
@@ -156,6 +157,14 @@ class _Worker:
         header, parts = encode(result)
         self._channel.send({"kind": "result", "call": call, "value": header}, parts)
 
+    def _take_note(self, message: dict[str, Any], blobs: list[bytearray]) -> None:
+        try:
+            if not takes_note(type(self._host), message["note"]):
+                raise ValueError(f"{type(self._host).__name__} takes no note {message['note']!r}")
+            getattr(self._host, message["note"])(**decode(message["arguments"], blobs))
+        except Exception as error:  # as what a verb raises
+            self._tell_error({"call": None}, error)
+
     def _tell_error(self, message: dict[str, Any], error: Exception) -> None:
         text = _told(error)
         print(text, file=sys.stderr, flush=True)
@@ -181,7 +190,11 @@ class _Worker:
     def _receive(self) -> None:
         try:
             while True:
-                self._inbox.put(self._channel.receive())
+                message, blobs = self._channel.receive()
+                if message["kind"] == "note":
+                    self._take_note(message, blobs)
+                else:
+                    self._inbox.put((message, blobs))
         except ChannelClosed:
             # Without a controller there is nobody to work for; a collective would keep the main thread from knowing.
             os.killpg(0, signal.SIGKILL)

@@ -148,6 +148,21 @@ class Workers:
             self._send(call, {"kind": "call", "verb": verb}, "arguments", written)
         return call
 
+    def note(self, note: str, arguments: Mapping[str, Any], *, ranks: Sequence[int]) -> None:
+        """Tell ranks something that the verb they are in may want to know; nothing is answered.
+
+        Args:
+            note: name of the host's method.
+            arguments: its keyword arguments.
+            ranks: that are told.
+        """
+        header, blobs = encode(dict(arguments))
+        try:
+            for rank in ranks:
+                self.peers[rank].send({"kind": "note", "note": note, "arguments": header}, blobs)
+        except ChannelClosed:
+            return  # the watch notices, and ends every call
+
     def _new_call(self, ranks: Sequence[int], verb: str, phase: str, deadline_s: float) -> Call:
         call = Call(next(self._numbers), tuple(ranks), verb, phase, deadline_s)
         if len(set(call.ranks)) != len(call.ranks) or not set(call.ranks) <= set(self._waiting):

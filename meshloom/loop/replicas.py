@@ -4,25 +4,32 @@ Owns: which replica answers which request, the turns of a replica, completions a
 texts, how a worker generates. Always holds: a request's samples are made by one replica; a replica generates for one caller
 at a time, in the order of the calls, and never while weights are moved; what a sample is follows from its seed and prompt,
 so it does not matter which replica makes it.
+
+A replica that has done its share of a call takes over what another one has not begun, as long as nobody else wants it: it asks
+for the last half of those requests, and the other gives back, between two rounds of its steps, those that it has not begun.
 """
 
+import itertools
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from meshloom.fabric.workers import Workers
+from meshloom.loop.shares import Share, most_tokens
 from meshloom.rollout.feed import RequestFeed, with_largest
 from meshloom.rollout.protocol import Completion, Request
 from meshloom.rollout.requests import check_requests, kv_tokens
 
 _ANSWER_S = 300.0
 """Seconds that a replica may take to answer, beyond a generation's deadline."""
+_BACK_S, _LOOK_S = 10.0, 0.05
+"""Seconds to wait for requests that were asked back, and between looks at who wants the replica that waits."""
 
 
 class Turns:
@@ -83,35 +90,25 @@ class _More:
     """More requests have come, or no more will."""
 
 
-class _Share:
-    """What a replica has yet to generate for one caller."""
+@dataclass(eq=False)
+class _Job:
+    """One call.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._requests: list[Request] = []
-        self._at_work = False
+    Args:
+        deadline_s: of it, from when a replica begins.
+        until: when what comes later is over, on the monotonic clock.
+        told: what replicas tell.
+        shares: of the replicas, begun and not.
+        pending: what each replica, by its first rank, has yet to begin.
+        at_work: replicas that have a thread.
+    """
 
-    def add(self, requests: Sequence[Request]) -> bool:
-        """Add to it; whether somebody must begin with it."""
-        with self._lock:
-            self._requests += requests
-            begins, self._at_work = not self._at_work, True
-            return begins
-
-    def goes_on(self) -> bool:
-        """Whether there is something left; who is told that there is not has stopped."""
-        with self._lock:
-            self._at_work = bool(self._requests)
-            return self._at_work
-
-    def take(self) -> list[Request]:
-        """All of it."""
-        with self._lock:
-            taken, self._requests = self._requests, []
-            return taken
-
-
-_Told = queue.SimpleQueue["list[Completion] | _End | _More"]
+    deadline_s: float
+    until: float
+    told: "queue.SimpleQueue[list[Completion] | _More | _End]" = field(default_factory=queue.SimpleQueue)
+    shares: list[Share] = field(default_factory=list)
+    pending: dict[int, Share] = field(default_factory=dict)
+    at_work: set[int] = field(default_factory=set)
 
 
 class RemoteEngine:
@@ -123,6 +120,7 @@ class RemoteEngine:
         vocabulary: tokens of the model.
         move_weights: brings the trainer's weights, now of the given version, to all replicas.
         takes_turns: whether its devices train as well, so that it has to make room for that.
+        gives_back: whether a replica gives back what it has not begun.
     """
 
     def __init__(
@@ -133,6 +131,7 @@ class RemoteEngine:
         vocabulary: int,
         move_weights: Callable[[int], None],
         takes_turns: bool,
+        gives_back: bool = True,
     ) -> None:
         self.version = 0
         self.memory: dict[int, dict[str, float]] = {}
@@ -140,7 +139,10 @@ class RemoteEngine:
         self._workers, self._vocabulary = workers, vocabulary
         self._move_weights, self._takes_turns = move_weights, takes_turns
         self._replicas = [Replica(tuple(ranks)) for ranks in replicas]
+        self._gives_back = gives_back
         self._spreading = threading.Lock()
+        self._numbers = itertools.count()
+        self._shares: set[Share] = set()
         self._checked = 0
 
     def generate(
@@ -163,8 +165,15 @@ class RemoteEngine:
         return self._generate(requests, deadline_s, feed)
 
     def abort(self, request_id: int) -> None:
-        """Not offered: a replica that generates hears nothing until it is done."""
-        raise NotImplementedError(f"request {request_id} cannot be aborted on another device")
+        """End a request's unfinished samples, between two rounds of its replica's steps: they come with
+        ``FinishReason.ABORTED``. A replica of vLLM that is cut over devices finishes them."""
+        with self._spreading:
+            found = [share for share in self._shares if request_id in share.requests]
+            for share in found:
+                share.aborted.add(request_id)
+            begun = [share for share in found if share.number is not None]
+        for share in begun:
+            self._tell(share, [request_id], only_unbegun=False)
 
     def load_weights(self, version: int) -> None:
         """Move the trainer's weights to every replica, once none of them generates."""
@@ -191,15 +200,13 @@ class RemoteEngine:
     def _generate(
         self, requests: Sequence[Request], deadline_s: float, feed: RequestFeed | None
     ) -> Iterator[Completion]:
-        told: _Told = queue.SimpleQueue()
-        shares: dict[int, _Share] = {}
-        until = time.monotonic() + deadline_s
-        running = self._give(requests, shares, deadline_s, told)
+        job = _Job(deadline_s, time.monotonic() + deadline_s)
+        running = self._give(job, requests)
         if feed is not None:
-            feed.listen(lambda: told.put(_More()))
+            feed.listen(lambda: job.told.put(_More()))
         while running or (feed is not None and not feed.is_exhausted):
             try:
-                found = told.get(timeout=None if running else max(0.0, until - time.monotonic()))
+                found = job.told.get(timeout=None if running else max(0.0, job.until - time.monotonic()))
             except queue.Empty:
                 return
             if isinstance(found, list):
@@ -207,74 +214,153 @@ class RemoteEngine:
             elif isinstance(found, _More):
                 later = feed.take()
                 check_requests(later, vocabulary=self._vocabulary, can_decode=True)
-                running += self._give(later, shares, max(0.0, until - time.monotonic()), told)
+                running += self._give(job, later, until=job.until)
             elif found.error is not None:
                 raise found.error
             else:
                 running -= 1
 
-    def _give(self, requests: Sequence[Request], shares: "dict[int, _Share]", deadline_s: float, told: "_Told") -> int:
-        """Add requests to the shares of replicas; how many begin with theirs, which were not at work."""
+    def _give(self, job: _Job, requests: Sequence[Request], until: float | None = None) -> int:
+        """Give requests to replicas; how many begin, which were not at work."""
         begun = 0
         for replica, added in self.spread(requests):
-            share = shares.setdefault(replica.ranks[0], _Share())
-            if share.add(added):
+            with self._spreading:
+                self._add(job, replica, added, until)
+                begins = replica.ranks[0] not in job.at_work
+                job.at_work.add(replica.ranks[0])
+            if begins:
                 begun += 1
-                run = partial(self._run, replica, share, deadline_s, told)
-                name = f"generation on rank {replica.ranks[0]}"
+                run, name = partial(self._run, job, replica), f"generation on rank {replica.ranks[0]}"
                 threading.Thread(target=run, name=name, daemon=True).start()
         return begun
+
+    def _add(self, job: _Job, replica: Replica, requests: Sequence[Request], until: float | None) -> None:
+        """Add to what a replica has yet to begin. Its work is counted already."""
+        share = job.pending.get(replica.ranks[0])
+        if share is None:
+            share = job.pending[replica.ranks[0]] = self._new_share(job, replica, until)
+        share.requests.update((request.id, request) for request in requests)
+
+    def _new_share(self, job: _Job, replica: Replica, until: float | None) -> Share:
+        share = Share(replica.ranks, {}, until=until)
+        self._shares.add(share)
+        job.shares.append(share)
+        return share
 
     def spread(self, requests: Sequence[Request]) -> list[tuple[Replica, list[Request]]]:
         """Each request to the replica that has least to do, by the most tokens that it may yet generate; the largest first.
         What is spread counts as work of its replica until that has told its end."""
-        order = sorted(range(len(requests)), key=lambda i: (-_tokens(requests[i]), i))
+        order = sorted(range(len(requests)), key=lambda i: (-most_tokens(requests[i]), i))
         shares: dict[int, list[int]] = {}
         with self._spreading:
             for i in order:
                 number = min(range(len(self._replicas)), key=lambda n: (self._replicas[n].waiting_tokens, n))
-                self._replicas[number].waiting_tokens += _tokens(requests[i])
+                self._replicas[number].waiting_tokens += most_tokens(requests[i])
                 shares.setdefault(number, []).append(i)
         return [(self._replicas[n], [requests[i] for i in sorted(share)]) for n, share in sorted(shares.items())]
 
-    def _run(self, replica: Replica, share: "_Share", deadline_s: float, told: "_Told") -> None:
-        """Let a replica generate what its share has, as often as there is something, and hand on what it tells."""
+    def _run(self, job: _Job, replica: Replica) -> None:
+        """Let a replica generate what it was given, as often as there is something, and then what others have not begun."""
         error: Exception | None = None
-        until = time.monotonic() + deadline_s
-        first = True
-        while error is None and share.goes_on():
-            requests: list[Request] = []
+        while error is None and self._goes_on(job, replica):
             try:
                 with replica.turns.turn():
-                    requests = share.take()
-                    left_s = deadline_s if first else max(0.0, until - time.monotonic())
-                    self._call(replica, requests, left_s, told)
+                    with self._spreading:
+                        share = job.pending.pop(replica.ranks[0])
+                    self._run_share(job, replica, share)
+                    while self._gives_back and (more := self._take_over(job, replica)) is not None:
+                        self._run_share(job, replica, more)
             except Exception as caught:  # told to the caller's thread, which raises it
                 error = caught
-            first = False
+        job.told.put(_End(error))
+
+    def _goes_on(self, job: _Job, replica: Replica) -> bool:
+        """Whether there is something to begin; who is told that there is not has stopped."""
+        with self._spreading:
+            goes_on = replica.ranks[0] in job.pending
+            if not goes_on:
+                job.at_work.discard(replica.ranks[0])
+            return goes_on
+
+    def _run_share(self, job: _Job, replica: Replica, share: Share) -> None:
+        """Let a replica generate, and hand on what it tells."""
+        try:
             with self._spreading:
-                replica.waiting_tokens -= sum(map(_tokens, requests))
-        told.put(_End(error))
+                share.number = next(self._numbers)
+                share.until = share.until or time.monotonic() + job.deadline_s
+                left_s = max(0.0, share.until - time.monotonic())
+                aborted = sorted(share.aborted)
+            call = self._workers.submit(
+                "generate",
+                {"requests": list(share.requests.values()), "deadline_s": left_s, "number": share.number},
+                ranks=replica.ranks,
+                phase="generate",
+                deadline_s=left_s + _ANSWER_S,
+            )
+            if aborted:
+                self._tell(share, aborted, only_unbegun=False)
+            for _, completions in call.events():
+                job.told.put(self._sorted(job, replica, share, completions.each()))
+            self.memory |= dict(zip(replica.ranks, call.result(), strict=True))
+        finally:
+            with self._spreading:
+                self._shares.discard(share)
+                job.shares.remove(share)
+                replica.waiting_tokens -= share.tokens
+            share.returned.put(None)
 
-    def _call(
-        self,
-        replica: Replica,
-        requests: list[Request],
-        deadline_s: float,
-        told: "_Told",
-    ) -> None:
-        call = self._workers.submit(
-            "generate",
-            {"requests": requests, "deadline_s": deadline_s},
-            ranks=replica.ranks,
-            phase="generate",
-            deadline_s=deadline_s + _ANSWER_S,
-        )
-        for _, completions in call.events():
-            told.put(completions.each())
-        self.memory |= dict(zip(replica.ranks, call.result(), strict=True))
+    def _sorted(self, job: _Job, replica: Replica, share: Share, told: list[Completion]) -> list[Completion]:
+        """What of a replica's completions is the caller's; requests that came back go to who waits for them, or begin anew."""
+        with self._spreading:
+            kept, back = share.take(told)
+            if back and share.has_helper:
+                replica.waiting_tokens -= sum(map(most_tokens, back))
+                share.returned.put(back)
+            elif back:
+                self._add(job, replica, back, share.until)
+        return kept
 
+    def _take_over(self, job: _Job, replica: Replica) -> Share | None:
+        """What another replica has not begun of a call, for one that has its turn still; none if there is nothing."""
+        with self._spreading:
+            spare = {share: found for share in job.shares if not share.has_helper and (found := share.spare())}
+            if not spare or self._is_wanted(job, replica):
+                return None
+            busiest = max(spare, key=lambda share: sum(map(most_tokens, spare[share])))
+            asked = [request.id for request in spare[busiest][len(spare[busiest]) // 2 :]]
+            busiest.asked_back.update(asked)
+            busiest.has_helper = True
+        self._tell(busiest, asked, only_unbegun=True)
+        back = self._wait_for(job, busiest, replica)
+        if not back:
+            return None
+        with self._spreading:
+            found = self._new_share(job, replica, busiest.until)
+            found.requests.update((request.id, request) for request in back)
+            replica.waiting_tokens += found.tokens
+        return found
 
-def _tokens(request: Request) -> int:
-    """Most tokens that a request may take: its prompt once, and every sample to its end."""
-    return len(request.prompt_ids) + len(request.seeds) * request.params.max_tokens
+    def _wait_for(self, job: _Job, share: Share, replica: Replica) -> list[Request]:
+        """What comes back of a share; nothing once it has ended, or somebody else wants the replica that waits."""
+        until = time.monotonic() + _BACK_S
+        back: list[Request] | None = []
+        while not back and time.monotonic() < until and not self._is_wanted(job, replica):
+            with suppress(queue.Empty):
+                back = share.returned.get(timeout=_LOOK_S)
+                if back is None:
+                    break
+        found = list(back or [])
+        with self._spreading:
+            share.has_helper = False
+            while not share.returned.empty():
+                found += share.returned.get() or []
+        return found
+
+    def _is_wanted(self, job: _Job, replica: Replica) -> bool:
+        """Whether there is something else for a replica that has its turn."""
+        return bool(replica.turns.waiting) or replica.ranks[0] in job.pending
+
+    def _tell(self, share: Share, request_ids: Sequence[int], *, only_unbegun: bool) -> None:
+        """Say to a replica that requests are to end."""
+        message = {"number": share.number, "request_ids": list(request_ids), "only_unbegun": only_unbegun}
+        self._workers.note("end_requests", message, ranks=share.ranks)

@@ -21,11 +21,12 @@ from meshloom.config.reward_settings import reward_models
 from meshloom.config.settings import OptimizerSettings, TrainSettings
 from meshloom.fabric.dispatch import GroupLayout, by_part, from_first
 from meshloom.fabric.seats import Seat
-from meshloom.fabric.verbs import emit, verb
+from meshloom.fabric.verbs import emit, note, verb
 from meshloom.loop.build import decoder, set_end_tokens
 from meshloom.loop.critic_role import critic_on_mesh
 from meshloom.loop.engine_copies import build_copy
 from meshloom.loop.facts import DeviceFacts, ModelFacts
+from meshloom.loop.interrupts import Interrupts
 from meshloom.loop.movers import ReferenceMover, WeightMover
 from meshloom.loop.reference_role import reference_on_mesh
 from meshloom.loop.residents import Residents, check_room, folder_of
@@ -108,6 +109,7 @@ class WorkerHost:
         self._scorers: RewardModels | None = None
         self._noted: list[dict[str, Any]] = []
         self._phases = PhaseMemory()
+        self._interrupts = Interrupts()
 
     @verb()
     def device_facts(self) -> DeviceFacts:
@@ -293,14 +295,22 @@ class WorkerHost:
         self._need_engine().generate([request], deadline_s=0.0)
 
     @verb()
-    def generate(self, requests: list[Request], deadline_s: float) -> dict[str, float]:
-        """Generate, and tell samples as they finish, on the first rank of a replica; what ``memory`` says then."""
+    def generate(self, requests: list[Request], deadline_s: float, number: int) -> dict[str, float]:
+        """Generate, and tell samples as they finish, on the first rank of a replica; what ``memory`` says then. ``number``: of
+        this generation, higher than those before."""
         self._phases.enter("generate")
-        tells = self.seat.rank == self._replica[0]
-        for finished in _together(self._need_engine().generate(requests, deadline_s=deadline_s)):
-            if tells:
-                emit(Completions.of(finished))
+        tells, engine = self.seat.rank == self._replica[0], self._need_engine()
+        stream = engine.generate(requests, deadline_s=deadline_s)
+        with self._interrupts.hearing(number, engine):
+            for finished in _together(stream):
+                if tells:
+                    emit(Completions.of(finished))
         return self.memory()
+
+    @note
+    def end_requests(self, number: int, request_ids: list[int], only_unbegun: bool) -> None:
+        """Let requests of a generation end, while it is on or yet to come."""
+        self._interrupts.tell(number, request_ids, only_unbegun=only_unbegun)
 
     @verb()
     def score(self, name: str, ids: torch.Tensor, lengths: torch.Tensor) -> list[float]:

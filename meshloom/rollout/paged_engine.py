@@ -95,6 +95,7 @@ class PagedEngine(EmbeddedVerbs):
             RuntimeError: if the engine sleeps or is generating already, or the model gives logits that are not finite.
         """
         self._require_awake()
+        self._ends.clear()
         sized = with_largest(requests, feed)
         self.check(sized)
         if sized:
@@ -133,7 +134,6 @@ class PagedEngine(EmbeddedVerbs):
             raise RuntimeError("the engine is generating already; finish or close that iterator first")
         if not requests and feed is None:
             return
-        self._aborted.clear()
         with torch.no_grad():
             generation = _Generation(self, requests, deadline, feed)
         self._generation = generation
@@ -189,8 +189,7 @@ class PagedEngine(EmbeddedVerbs):
 
     def decided(self, *, is_over: bool, drawn: int) -> Decision:
         """What ends now: all of it, or requests that were aborted since the last time. Arguments as ``Peers.follow``."""
-        aborted, self._aborted = self._aborted, set()
-        return self._peers.follow(Decision(is_over, frozenset(aborted)), drawn)
+        return self._peers.follow(self._to_end(is_over=is_over), drawn)
 
     @property
     def options(self) -> tuple[int, int, int]:
@@ -252,8 +251,8 @@ class _Generation:
         ended: list[Sample] = []
         now = self.runner.host.state[:, : len(self.scheduler.running)]
         found = self._engine.decided(is_over=time.monotonic() >= self._deadline, drawn=zlib.crc32(now.tobytes()))
-        if found.aborted:
-            ended += self._end(found.aborted, FinishReason.ABORTED)
+        if aborted := found.aborted | (found.withdrawn & self.scheduler.unbegun()):
+            ended += self._end(aborted, FinishReason.ABORTED)
         if found.is_over:
             ended += self._end(None, FinishReason.DEADLINE)
         return ended

@@ -232,6 +232,11 @@ class PagedScheduler:
                 self._queue.remove(waiting)
         return ended
 
+    def unbegun(self) -> set[int]:
+        """Requests none of whose samples has begun."""
+        whole = (w for w in self._queue if len(w.samples) == len(w.samples[0].request.seeds) and not w.samples[0].ids)
+        return {waiting.samples[0].request.id for waiting in whole}
+
     def forget_prompts(self) -> bool:
         """Drop the prompts that were computed for waiting samples. Whether there were any."""
         kept = [waiting for waiting in self._queue if waiting.pages is not None]

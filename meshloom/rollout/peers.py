@@ -29,10 +29,12 @@ class Decision:
     Args:
         is_over: all of it: the deadline is over.
         aborted: requests that were aborted.
+        withdrawn: requests that end if none of their samples has begun.
     """
 
     is_over: bool
     aborted: frozenset[int] = frozenset()
+    withdrawn: frozenset[int] = frozenset()
 
 
 class Peers(Protocol):
@@ -135,17 +137,18 @@ class OverRanks:
         return int(told)
 
     def follow(self, decision: Decision, drawn: int) -> Decision:
-        first = self._tell([decision.is_over, len(decision.aborted), drawn])
-        if first[2] != drawn:
+        first = self._tell([decision.is_over, len(decision.aborted), len(decision.withdrawn), drawn])
+        if first[3] != drawn:
             raise RunFault(
                 f"device {self.rank} of an engine has drawn other tokens than the first one",
                 where="parallel.rollout.tensor",
                 why="the devices that hold a model together do not compute the same",
                 fix="parallel.rollout.tensor=1; the run's checkpoints stand",
             )
-        mine = sorted(decision.aborted) if self.rank == 0 else [0] * first[1]
-        aborted = self._tell(mine) if first[1] else []
-        return Decision(bool(first[0]), frozenset(aborted))
+        count = first[1] + first[2]
+        mine = [*decision.aborted, *decision.withdrawn] if self.rank == 0 else [0] * count
+        ended = self._tell(mine) if count else []
+        return Decision(bool(first[0]), frozenset(ended[: first[1]]), frozenset(ended[first[1] :]))
 
     def _tell(self, numbers: Sequence[int]) -> list[int]:
         """The first rank's numbers."""

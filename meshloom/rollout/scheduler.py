@@ -143,6 +143,11 @@ class Scheduler:
         self.sweep()
         return ended
 
+    def unbegun(self) -> set[int]:
+        """Requests none of whose samples has begun."""
+        whole = (p for p in self._queue if len(p.samples) == len(p.samples[0].request.seeds) and not p.samples[0].ids)
+        return {pending.samples[0].request.id for pending in whole}
+
     def forget_prompts(self) -> None:
         """Drop the prompts that were computed for waiting samples."""
         for pending in self._queue:

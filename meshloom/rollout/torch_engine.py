@@ -22,7 +22,7 @@ from meshloom.rollout.embedded_verbs import EmbeddedVerbs
 from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
 from meshloom.rollout.kv_cache import Bank, CacheShape, KVCache, quarter_of_free_bytes, single_sequence_bytes
 from meshloom.rollout.layouts import BankDecode, DecodeLayout, MixedLayout, PrefillLayout
-from meshloom.rollout.peers import Alone, Decision, Peers
+from meshloom.rollout.peers import Alone, Peers
 from meshloom.rollout.protocol import Completion, FinishReason, Request
 from meshloom.rollout.requests import check_requests, kv_tokens, require_fit
 from meshloom.rollout.sampling import Rows, draw
@@ -85,6 +85,7 @@ class TorchEngine(EmbeddedVerbs):
         """
         self._require_awake()
         self._check(with_largest(requests, feed))
+        self._ends.clear()
         return self._generate(requests, time.monotonic() + deadline_s, feed)
 
     @property
@@ -100,7 +101,6 @@ class TorchEngine(EmbeddedVerbs):
         cache = KVCache(self._shape, budget_bytes=self.kv_cache_bytes, longest=longest, max_sequences=count)
         scheduler = Scheduler(cache, max_sequences=self._max_sequences, prefill_tokens=self._prefill_tokens)
         self._scheduler = scheduler
-        self._aborted.clear()
         try:
             self._submit(scheduler, requests)
             while scheduler.has_work or wait_for_requests(feed, deadline):
@@ -139,10 +139,9 @@ class TorchEngine(EmbeddedVerbs):
     def _interrupted(self, scheduler: Scheduler, deadline: float) -> list[Sample]:
         """End what was aborted, and everything once the deadline is over."""
         ended: list[Sample] = []
-        aborted, self._aborted = self._aborted, set()
-        found = self._peers.follow(Decision(time.monotonic() >= deadline, frozenset(aborted)), self._drawn)
-        if found.aborted:
-            ended += scheduler.end(lambda sample: sample.request.id in found.aborted, FinishReason.ABORTED)
+        found = self._peers.follow(self._to_end(is_over=time.monotonic() >= deadline), self._drawn)
+        if aborted := found.aborted | (found.withdrawn & scheduler.unbegun()):
+            ended += scheduler.end(lambda sample: sample.request.id in aborted, FinishReason.ABORTED)
         if found.is_over:
             ended += scheduler.end(lambda sample: True, FinishReason.DEADLINE)
         return ended

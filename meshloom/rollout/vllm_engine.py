@@ -92,6 +92,7 @@ class VllmEngine:
         if self._asleep:
             raise RuntimeError("the engine sleeps; call wake() before generate()")
         self._check(with_largest(requests, feed))
+        self._aborted.clear()
         return self._generate(requests, time.monotonic() + deadline_s, feed)
 
     def abort(self, request_id: int) -> None:
@@ -214,7 +215,6 @@ class VllmEngine:
             deadline += time.monotonic() - began
         running: dict[str, RunningSample] = {}
         self._running = running
-        self._aborted.clear()
         try:
             waves = self._waves(requests)
             while waves or wait_for_requests(feed, deadline):
@@ -284,10 +284,11 @@ class VllmEngine:
     def _interrupted(
         self, running: dict[str, RunningSample], deadline: float
     ) -> list[tuple[RunningSample, FinishReason]]:
-        """End what was aborted, and everything once the deadline is over."""
+        """End what was aborted, and everything once the deadline is over. Ranks of a replica hear of aborts at different steps:
+        there, samples go on to their end."""
         if self._is_over(deadline):
             reason, keys = FinishReason.DEADLINE, list(running)
-        elif self._aborted:
+        elif self._aborted and (self._world is None or self._world.size == 1):
             aborted, self._aborted = self._aborted, set()
             reason, keys = FinishReason.ABORTED, [k for k, sample in running.items() if sample.request.id in aborted]
         else:

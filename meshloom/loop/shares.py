@@ -1,0 +1,72 @@
+"""What one replica of an engine generates of a call, and what of it another one may take over.
+
+Owns: which requests of a share have begun, came back, or were aborted. Refuses to know: turns, workers. Always holds: every
+completion of a request is told to the caller once, by the replica that made it; a request that comes back whole is nobody's
+until it is given to someone.
+"""
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshloom.rollout.protocol import Completion, FinishReason, Request
+
+
+def most_tokens(request: Request) -> int:
+    """Most tokens that a request may take: its prompt once, and every sample to its end."""
+    return len(request.prompt_ids) + len(request.seeds) * request.params.max_tokens
+
+
+@dataclass(eq=False)
+class Share:
+    """Requests that a replica generates at once.
+
+    Args:
+        ranks: of the replica.
+        requests: by id, in the order in which they begin; those that came back are taken out.
+        until: when its time is over, on the monotonic clock; none before it begins.
+        number: of the generation; none before it begins.
+        aborted: requests that the caller wants ended.
+        asked_back: requests that were asked back.
+        has_helper: whether somebody waits for what comes back.
+        returned: what came back, batch by batch; none when the share has ended.
+    """
+
+    ranks: tuple[int, ...]
+    requests: dict[int, Request]
+    until: float | None = None
+    number: int | None = None
+    aborted: set[int] = field(default_factory=set)
+    asked_back: set[int] = field(default_factory=set)
+    has_helper: bool = False
+    returned: "queue.SimpleQueue[list[Request] | None]" = field(default_factory=queue.SimpleQueue)
+    _begun: set[int] = field(default_factory=set)
+    _back: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Most that its requests may take."""
+        return sum(map(most_tokens, self.requests.values()))
+
+    def spare(self) -> list[Request]:
+        """Requests that may not have begun, and were not asked back."""
+        if self.number is None:
+            return []
+        gone = self._begun | self.asked_back | self.aborted
+        return [request for request in self.requests.values() if request.id not in gone]
+
+    def take(self, told: Sequence[Completion]) -> tuple[list[Completion], list[Request]]:
+        """Sort what the replica told: the caller's completions, and requests that came back."""
+        kept: list[Completion] = []
+        back: list[Request] = []
+        for completion in told:
+            number = completion.request_id
+            is_back = completion.finish is FinishReason.ABORTED and not completion.ids
+            if not is_back or number in self.aborted or number not in self.asked_back:
+                self._begun.add(number)
+                kept.append(completion)
+                continue
+            self._back[number] = self._back.get(number, 0) + 1
+            if self._back[number] == len(self.requests[number].seeds):
+                back.append(self.requests.pop(number))
+        return kept, back
