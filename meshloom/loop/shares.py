@@ -61,7 +61,7 @@ class Share:
         back: list[Request] = []
         for completion in told:
             number = completion.request_id
-            is_back = completion.finish is FinishReason.ABORTED and not completion.ids
+            is_back = completion.finish is FinishReason.ABORTED and not len(completion.ids)
             if not is_back or number in self.aborted or number not in self.asked_back:
                 self._begun.add(number)
                 kept.append(completion)
