@@ -283,3 +283,20 @@ def test_an_evaluation_uses_the_environment(inputs: Path, tmp_path: Path) -> Non
     assert run_evaluation(settings) == 0
     (record,) = read_metrics(tmp_path / "eval")
     assert record["metrics"]["episodes"] == 3
+
+
+@pytest.mark.slow
+def test_over_devices_episodes_are_those_of_one_process(inputs: Path, tmp_path: Path) -> None:
+    """Two replicas, each with its share of the turns; with turns of all episodes together and each as soon as it can be."""
+    own = (f"environment.gym={inputs}/game.py:Gym", "reward.function=null", "batch.steps=2", "validation.every_steps=2")
+    rows = ("data.train.files=[]", "data.train.episodes=6", "data.validation.files=[]", "data.validation.episodes=2")
+    tools = ("environment.tools=[]", "environment.tool_format=hermes", "environment.tool_pattern=null")
+    found = {}
+    for name, more in {
+        "one": (),
+        "two": ("cluster.devices_per_node=2",),
+        "apart": ("cluster.devices_per_node=2", "environment.lockstep=false"),
+    }.items():
+        run = tool_run(inputs, tmp_path / name, *tools, *rows, *own, *more)
+        found[name] = [(r["kind"], r["group"], r["response_ids"], r["reward"]) for r in read_samples(run)]
+    assert found["one"] == found["two"] == found["apart"]

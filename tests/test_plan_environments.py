@@ -80,5 +80,6 @@ def test_an_environment_that_judges_needs_no_reward_function(tmp_path: Path) -> 
     assert plan.problems == ()
     assert plan.value("training rows") == 8
     assert plan.value("reward function") == "none: the environment gives rewards"
+    assert (plan.value("turns of an episode"), plan.value("longest turn")) == (2, 8)
     (problem,) = build_plan(train_settings(inputs, tmp_path / "run", "reward.function=null"), None).problems
     assert problem.code == "W001"

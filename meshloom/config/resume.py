@@ -28,6 +28,8 @@ _OF_COMPONENTS = re.compile(rf"{_COMPONENT}\.(deadline_s|model\.tokens_per_batch
 _REWARD_PROCESSES = {"reward.workers", "reward.deadline_s"}
 """How fast rewards come, and where they come from; a deadline that is met changes no reward. So are those of
 ``_OF_COMPONENTS``."""
+_ENVIRONMENT_PROCESSES = {"environment.workers", "environment.step_deadline_s", "environment.episode_deadline_s"}
+"""The same of environments."""
 _MEMORY_BOUNDS = {
     "batch.tokens_per_microbatch",
     "batch.samples_per_microbatch",
@@ -48,7 +50,17 @@ _DEVICES = {"fabric", "cluster.*", "placement.*", "parallel.*", "offload.*"}
 _NAMES = {"algorithm.recipe"}
 """What values are called that are compared one by one."""
 
-MAY_CHANGE = frozenset(_NAMES | _LENGTH | _PLACE | _WATCHING | _REWARD_PROCESSES | _MEMORY_BOUNDS | _KERNELS | _DEVICES)
+MAY_CHANGE = frozenset(
+    _NAMES
+    | _LENGTH
+    | _PLACE
+    | _WATCHING
+    | _REWARD_PROCESSES
+    | _ENVIRONMENT_PROCESSES
+    | _MEMORY_BOUNDS
+    | _KERNELS
+    | _DEVICES
+)
 """What may change on resume; ``group.*`` is a whole group. All else decides the numbers of the run and may not, even where
 only the order of work changes (``rollout.max_sequences``)."""
 
@@ -65,6 +77,9 @@ _FILES = {
     "data.train.files",
     "data.validation.files",
     "reward.function",
+    "environment.tools",
+    "environment.gym",
+    "environment.custom",
 }
 """Names of files, relative to the current directory: other names of the same files are no contradiction."""
 

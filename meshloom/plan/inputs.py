@@ -26,6 +26,7 @@ from meshloom.data.rows import Row
 from meshloom.data.tasks import PREFIX
 from meshloom.plan.checks import Findings, check_function_name
 from meshloom.plan.count import count_rows
+from meshloom.plan.environment_checks import KINDS
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.reward_checks import check_components, component_lines, functions_of
 
@@ -52,7 +53,7 @@ def check_inputs(found: Findings, settings: AnySettings) -> tuple[LedgerLine, ..
     lines = _data_lines(settings, every, template)
     if not isinstance(settings, SftSettings):
         _check_reward(found, settings, firsts)
-        lines += _reward_lines(settings, every)
+        lines += _reward_lines(settings, every) + _environment_lines(settings)
     return tuple(lines)
 
 
@@ -249,6 +250,34 @@ def _reward_lines(settings: TrainSettings | EvalSettings, firsts: Sequence[_Firs
     if reward.workers is not None:
         return [*lines, _given(settings, "reward", name, reward.workers, "reward.workers", unit=unit)]
     return [*lines, _derived("reward", name, len(os.sched_getaffinity(0)), "processors this process may use", unit)]
+
+
+def _environment_lines(settings: TrainSettings | EvalSettings) -> list[LedgerLine]:
+    """What answers a turn, and the bounds of an episode."""
+    environment = settings.environment
+    if environment is None:
+        return []
+    kind = next((kind for kind in KINDS if vars(environment)[kind]), None)
+    value = vars(environment)[kind] if kind is not None else None
+    shown = ", ".join(value) if isinstance(value, tuple) else "reasoning-gym" if value is True else value
+    given = {} if environment.reasoning_gym else {"turns of an episode": ("max_turns", "")}
+    given |= {"deadline of a step": ("step_deadline_s", "s")}
+    lines = [_given(settings, "environment", "environment", shown, f"environment.{kind}")]
+    lines += [
+        _given(settings, "environment", name, vars(environment)[field], f"environment.{field}", unit=unit)
+        for name, (field, unit) in given.items()
+    ]
+    longest = settings.rollout.max_response_tokens
+    bound = longest if environment.max_turn_tokens is None else min(environment.max_turn_tokens, longest)
+    formula = "environment.max_turn_tokens, or rollout.max_response_tokens, which bounds all turns and what stands between them"
+    lines.append(_derived("environment", "longest turn", bound, formula, "tokens"))
+    name, unit = "environment workers", "processes"
+    if environment.workers is not None:
+        return [*lines, _given(settings, "environment", name, environment.workers, "environment.workers", unit=unit)]
+    return [
+        *lines,
+        _derived("environment", name, len(os.sched_getaffinity(0)), "processors this process may use", unit),
+    ]
 
 
 def _given(
