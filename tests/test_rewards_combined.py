@@ -188,7 +188,9 @@ def test_a_run_logs_each_component_and_keeps_it_with_its_samples(inputs: Path, t
     assert run_training(settings, resume=False) == 0
     records = read_metrics(tmp_path / "run")
     step = next(record["metrics"] for record in records if record["kind"] == "train")
+    last = [record["metrics"] for record in records if record["kind"] == "validation"][-1]
     for name in ("task", "form", "overlong"):
+        assert {f"reward/{name}", f"reward/{name}/invalid_share"} <= set(last)
         assert {f"reward/{name}", f"reward/{name}/invalid_share", f"reward/{name}/equal_share"} <= set(step)
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     for sample in samples:

@@ -5,6 +5,7 @@ sample without a valid reward is left out of the means and counted.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from meshloom.config.settings import ValidationSettings
 from meshloom.environments.protocol import FaultReason
 from meshloom.loop.collect import Collector, sample_records
-from meshloom.loop.component_watch import by_component
+from meshloom.loop.component_watch import by_component, component_metrics
 from meshloom.loop.stage import Draw
 from meshloom.observe.statistics import pass_at_k, wilson_interval
 from meshloom.observe.timing import PhaseClock
@@ -38,11 +39,13 @@ class Validator:
         collector: of the validation prompts, with its own sampling distribution.
         settings: threshold of success.
         deadline_s: for the whole validation.
+        components: names of the reward's components.
     """
 
     collector: Collector
     settings: ValidationSettings
     deadline_s: float
+    components: Sequence[str] = ()
 
     def run(self, step: int, clock: PhaseClock) -> Validation:
         """Validate the engine's present weights; ``step`` names the records."""
@@ -56,6 +59,7 @@ class Validator:
         metrics |= validation_metrics(
             samples, threshold=self.settings.success_threshold, component=self.settings.success_component
         )
+        metrics |= component_metrics(samples, self.components) | self.collector.scorer.take_counts()
         return Validation(metrics, sample_records(samples, prompts, step=step, kind="validation"))
 
 
