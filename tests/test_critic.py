@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
-from meshloom.config.errors import UserError
+from meshloom.config.errors import RunFault, UserError
 from meshloom.config.load import load_settings
 from meshloom.config.settings import TrainSettings
 from meshloom.loop.train import run_training
-from meshloom.loop.value_objective import value_metrics
+from meshloom.loop.value_objective import check_read, value_metrics
 from meshloom.observe.records import read_metrics
 from meshloom.plan.build import build_plan
 from meshloom.samples import Samples
@@ -127,6 +127,15 @@ def test_explained_variance_is_of_valid_tokens_of_the_model() -> None:
     same = value_metrics(batch.with_tokens(returns=torch.full((5,), 7.0)))
     assert same.keys() == {"value_mean", "return_mean"}
     assert value_metrics(Samples(torch.tensor([1]), {"mask": torch.tensor([True])})) == {}
+
+
+def test_a_token_that_the_critic_does_not_have_stops_the_run_by_name() -> None:
+    batch = make_batch(0)
+    highest = int(batch["ids"].max())
+    check_read(batch, highest + 1)
+    check_read(batch, None)
+    with pytest.raises(RunFault, match=f"token {highest}, the critic has {highest} tokens"):
+        check_read(batch, highest)
 
 
 @pytest.fixture(scope="module")

@@ -144,6 +144,7 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
             plan.updates,
             RemoteResidents(roles.models, session.folder.log_memory),
             plan.critic_updates,
+            critic_rows=roles.critic_rows,
             trained_group=roles.trained,
             background=None if roles.takes_turns else resources.enter_context(_background(settings)),
             beside=resources.enter_context(_background(settings)) if roles.critic_is_apart else None,
@@ -267,6 +268,7 @@ class _Ranks:
         self.scores_meanwhile = not share_devices(reward, self._rollout)
         critic = layout.role(Role.CRITIC)
         self.critic = None if critic is None else self._remote_critic(critic)
+        self.critic_rows: int | None = None
         self.critic_is_apart = critic is not None and not share_devices(critic, self._actor)
         self.models, self.trained = (
             self._all(self._actor, self._reference, critic, reward),
@@ -304,7 +306,8 @@ class _Ranks:
         require_tokens(self._vocabulary, samples)
         if self.critic is not None:
             of_critic = self.critic.group.call("facts", {"role": Role.CRITIC}, phase="start", deadline_s=ASK_S)
-            require_tokens(max(facts.vocabulary for facts in of_critic), samples, "critic.model")
+            self.critic_rows = max(facts.vocabulary for facts in of_critic)
+            require_tokens(self.critic_rows, samples, "critic.model")
             told = [*told, *of_critic]
         return sum(facts.checkpoint_bytes for facts in told)
 

@@ -29,7 +29,7 @@ from meshloom.loop.spread import ShortWatch, sifted_metrics, spread_of
 from meshloom.loop.stage import Attempt, Draw, Group, Job, Progress, Spread, StepDone
 from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
-from meshloom.loop.value_objective import ValueLesson, ValueObjective, value_metrics
+from meshloom.loop.value_objective import ValueLesson, ValueObjective, check_read, value_metrics
 from meshloom.plan.reference import refreshes
 from meshloom.plan.residency import Phase
 from meshloom.plan.role_numbers import computes_old_logprobs
@@ -111,6 +111,7 @@ class RLStage:
         total_updates: of the actor, in the whole run.
         critic_updates: of the critic, in the whole run.
         critic_updates_done: of them, so far.
+        critic_rows: tokens that the critic has; none if it is not known.
         residents: who is where in a phase.
         step: steps done.
         await_compiler: called before the trainer's first pass, at least.
@@ -125,6 +126,7 @@ class RLStage:
     residents: Residents
     critic_updates: int = 0
     critic_updates_done: int = 0
+    critic_rows: int | None = None
     step: int = 0
     await_compiler: Callable[[], None] = lambda: None
     replay: Callable[[Sequence[Draw]], Job[Samples]] | None = None
@@ -186,6 +188,8 @@ class RLStage:
         if self.roles.critic is not None:
             with self.session.clock.phase("values"):
                 self.enter(Phase.VALUES)
+                self.await_compiler()
+                check_read(batch, self.critic_rows)
                 batch = batch.with_tokens(values=self.roles.critic.forward(batch)[0])
         if algorithm.proximal == "sampler":
             batch = batch.with_tokens(old_logprob=batch["sampler_logprob"])

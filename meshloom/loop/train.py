@@ -48,6 +48,7 @@ from meshloom.plan.residency import Phase
 from meshloom.plan.stays import Part, stays
 from meshloom.rewards.combined import Scorer
 from meshloom.train.ahead import CompileAhead
+from meshloom.train.head import plain_model
 from meshloom.train.load import check_model_folder, free_memory, load_tokenizer, pick_device
 from meshloom.train.model import MicrobatchBound
 from meshloom.train.snapshot import restore
@@ -132,7 +133,9 @@ def run_training(
             session.display.notice(unseen)
         log = session.folder.log_memory
         residents = resources.enter_context(Residents(planned, models, folder=folder, log=log))
-        stage = RLStage(settings, session, roles, tokenizer, plan.updates, residents, plan.critic_updates)
+        stage = RLStage(
+            settings, session, roles, tokenizer, plan.updates, residents, plan.critic_updates, critic_rows=_rows(roles)
+        )
         if ahead is not None:
             stage.await_compiler = ahead.wait
         if saved is not None:
@@ -149,6 +152,11 @@ def run_training(
         set_random_states(cut, settings.seed)
         finished = dump_samples(stage, order, plan.steps) if only_rollout else control.run()
         return session.end(step=stage.step, stopped=not finished)
+
+
+def _rows(roles: Roles) -> int | None:
+    """Tokens of the critic, if there is one."""
+    return None if roles.critic is None else len(plain_model(roles.critic.module).get_input_embeddings().weight)
 
 
 def _build_roles(

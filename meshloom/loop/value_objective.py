@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshloom.algorithms.reduce import Denominators, denominators, reduce
 from meshloom.algorithms.value import value_loss
+from meshloom.config.errors import RunFault
 from meshloom.config.settings import TrainSettings
 from meshloom.samples import Samples
 from meshloom.train.model import LossParts
@@ -69,6 +70,25 @@ class ValueLesson:
             "critic_grad_norm": sum(step.grad_norm for step in self.steps) / len(self.steps),
             "critic_learning_rate": self.steps[-1].learning_rate,
         }
+
+
+def check_read(batch: Samples, rows: int | None) -> None:
+    """Refuse to ask a critic about tokens that it does not have: rows of the actor's tables that no tokenizer gives, sampled.
+
+    Args:
+        batch: with ``ids``.
+        rows: tokens of the critic; none if that is not known.
+
+    Raises:
+        RunFault: if there are such.
+    """
+    if rows is not None and len(batch["ids"]) and (highest := int(batch["ids"].max())) >= rows:
+        raise RunFault(
+            f"the actor wrote token {highest}, the critic has {rows} tokens, counted from 0",
+            where="critic.model",
+            why="it is a token of the actor's table that its tokenizer does not have",
+            fix="a critic whose table is as large as the actor's, or leave it out; the run goes on with --resume",
+        )
 
 
 def value_metrics(batch: Samples) -> dict[str, float]:
