@@ -29,7 +29,7 @@ from meshloom.loop.spread import ShortWatch, sifted_metrics, spread_of
 from meshloom.loop.stage import Attempt, Draw, Group, Job, Progress, Spread, StepDone
 from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
-from meshloom.loop.value_objective import ValueLesson, ValueObjective, check_read, value_metrics
+from meshloom.loop.value_objective import ValueLesson, check_read, learn_values, value_metrics
 from meshloom.plan.reference import refreshes
 from meshloom.plan.residency import Phase
 from meshloom.plan.role_numbers import computes_old_logprobs
@@ -240,12 +240,9 @@ class RLStage:
 
     def value_updates(self, updates: Sequence[Samples]) -> ValueLesson:
         """The critic's updates of a step: as many as the actor has, or would have but for the warm-up."""
-        reports, steps = [], []
-        for update in updates:
-            reports.append(self.roles.critic.forward_backward(update, ValueObjective.of(update, self.settings)))
-            steps.append(self.roles.critic.optim_step(self.critic_updates))
-        self.critic_updates_done += len(steps)
-        return ValueLesson(reports, steps)
+        lesson = learn_values(self.roles.critic, updates, self.settings, self.critic_updates)
+        self.critic_updates_done += len(lesson.steps)
+        return lesson
 
     def sync(self, version: int) -> None:
         """The engine gets the weights."""

@@ -18,7 +18,7 @@ from meshloom.algorithms.value import value_loss
 from meshloom.config.errors import RunFault
 from meshloom.config.settings import TrainSettings
 from meshloom.samples import Samples
-from meshloom.train.model import LossParts
+from meshloom.train.model import LossParts, TrainedModel
 from meshloom.train.optimizer import StepStats
 
 
@@ -70,6 +70,24 @@ class ValueLesson:
             "critic_grad_norm": sum(step.grad_norm for step in self.steps) / len(self.steps),
             "critic_learning_rate": self.steps[-1].learning_rate,
         }
+
+
+def learn_values(
+    critic: TrainedModel, updates: Sequence[Samples], settings: TrainSettings, total_updates: int
+) -> ValueLesson:
+    """The critic's updates of a step.
+
+    Args:
+        critic: that learns.
+        updates: samples of each.
+        settings: of the run.
+        total_updates: of the whole run, for the schedule.
+    """
+    reports, steps = [], []
+    for update in updates:
+        reports.append(critic.forward_backward(update, ValueObjective.of(update, settings)))
+        steps.append(critic.optim_step(total_updates))
+    return ValueLesson(reports, steps)
 
 
 def check_read(batch: Samples, rows: int | None) -> None:
