@@ -153,7 +153,7 @@ class SampleTable {
       ...Object.entries(sample.parts || {}).map(([name, value]) => [name, typeof value === "number" ? shortText(value) : valueText(value)])];
     return el("div", { class: "full" },
       el("dl", { class: "facts" }, ...facts.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, String(value))))),
-      el("div", { class: "texts" }, textBlock("Prompt", promptOf(sample).text, promptOf(sample).ids), textBlock(sample.messages ? "Last turn" : "Response", sample.response, sample.response_ids || [])),
+      el("div", { class: "texts" }, textBlock("Prompt", promptOf(sample).text, promptOf(sample).ids), textBlock(sample.messages ? "Last turn" : "Response", sample.response, lastTurn(sample))),
       sample.messages ? el("ol", { class: "turns", "aria-label": "Conversation" }, ...sample.messages.map(message)) : null,
       siblings > 1 ? el("button", { type: "button", class: "quiet", onclick: () => { this.reset(); this.group = sample; this.update(); } }, `Show the group's ${siblings} samples`) : null);
   }
@@ -189,6 +189,12 @@ function excerpt(text, isPrompt) {
   const parts = String(text).split(TEMPLATE_MARK).map((part) => part.replace(/\s+/g, " ").trim()).filter((part) => part !== "");
   const line = isPrompt ? parts[parts.length - 1] || "" : parts.join(" ");
   return line.length <= EXCERPT ? line : line.slice(0, EXCERPT) + "…";
+}
+
+/** Token ids of a response; of an episode, those of the model's last turn. */
+function lastTurn(sample) {
+  const ids = sample.response_ids || [], own = sample.messages ? sample.own || [] : [];
+  return own.length ? ids.slice(...own[own.length - 1]) : ids;
 }
 
 /** A message of an episode: who said it, and what. */
