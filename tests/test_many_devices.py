@@ -209,8 +209,9 @@ def test_checkpoints_go_from_four_devices_to_two_to_three(inputs: Path, tmp_path
 
 @pytest.mark.slow
 def test_with_a_lag_generation_is_ahead_of_training_and_never_too_far(inputs: Path, tmp_path: Path) -> None:
-    """Two updates a step and a lag of two versions: the samples of each step but the first are of the weights before."""
-    lag = ("algorithm.max_lag_versions=2", "algorithm.max_sampler_gap=null")
+    """Two updates a step and a lag of two versions: the samples of each step but the first are of the weights before, which
+    is no disagreement of sampler and trainer."""
+    lag = ("algorithm.max_lag_versions=2", "algorithm.max_sampler_gap=1.0e-3")
     settings = train_settings(inputs, tmp_path / "run", "batch.steps=6", *LAYOUTS["split"], *lag)
     assert run_training(settings, resume=False) == 0
     trained = [sample for sample in samples(tmp_path / "run") if sample["kind"] == "train"]
@@ -220,6 +221,8 @@ def test_with_a_lag_generation_is_ahead_of_training_and_never_too_far(inputs: Pa
     settings = train_settings(inputs, tmp_path / "run", "batch.steps=8", *LAYOUTS["split"], *lag)
     assert run_training(settings, resume=True) == 0
     assert max(steps_logged(tmp_path / "run")) == 8
+    gaps = [record["metrics"]["sampler_gap"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    assert gaps[0] < 1e-3 < min(gaps[1:5])
 
 
 @pytest.mark.slow

@@ -19,4 +19,4 @@ def lesson(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_recipe_learns_the_lesson(lesson: Path, recipe: Recipe) -> None:
     accuracy = learn(lesson, recipe, 0, ["batch.steps=40"]).accuracy
     assert accuracy[0] < 0.6
-    assert accuracy[40] >= 0.85
+    assert accuracy[40] >= 0.7
