@@ -309,6 +309,9 @@ class _Ranks:
             self.critic_rows = max(facts.vocabulary for facts in of_critic)
             require_tokens(self.critic_rows, samples, "critic.model")
             told = [*told, *of_critic]
+        if self._reference is not None and refreshes(self._settings):
+            group = self._group(self._reference)
+            told = [*told, *group.call("facts", {"role": Role.REFERENCE}, phase="start", deadline_s=ASK_S)]
         return sum(facts.checkpoint_bytes for facts in told)
 
     def engine(self) -> RemoteEngine:

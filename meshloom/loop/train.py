@@ -44,6 +44,7 @@ from meshloom.observe.run_folder import check_free
 from meshloom.plan.auto import arranged
 from meshloom.plan.carried_out import carried_out
 from meshloom.plan.placement import Role, has_critic
+from meshloom.plan.reference import refreshes
 from meshloom.plan.residency import Phase
 from meshloom.plan.stays import Part, stays
 from meshloom.rewards.combined import Scorer
@@ -124,8 +125,10 @@ def run_training(
         if scorers is not None:
             models |= {str(Role.REWARD): scorers}
         check_room(folder := folder_of(settings), planned, models)
-        trained = [roles.actor] if roles.critic is None else [roles.actor, roles.critic]
-        session = resources.enter_context(open_session(settings, plan, *trained, resume=resume, cut=cut))
+        kept = [roles.actor] if roles.critic is None else [roles.actor, roles.critic]
+        if roles.reference is not None and refreshes(settings):
+            kept.append(roles.reference.model)
+        session = resources.enter_context(open_session(settings, plan, *kept, resume=resume, cut=cut))
         tell_isolation(isolation, session.display.notice, session.folder.path)
         if dropped:
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")

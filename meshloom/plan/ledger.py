@@ -40,12 +40,13 @@ class LedgerLine:
 
 
 def train_steps(settings: TrainSettings, num_prompts: int | None) -> int | None:
-    """Steps of a run: as given, or enough that every prompt comes ``epochs`` times; none if that needs an unknown number.
+    """Steps of a run: as given, or enough that every prompt comes ``epochs`` times; none if that needs an unknown number, as
+    where samples come from a file that is yet to be read.
 
     The order of prompts is endless, so the last step may reach into the next epoch.
     """
     batch = settings.batch
-    if batch.steps is not None or num_prompts is None:
+    if batch.steps is not None or num_prompts is None or settings.rollout.from_samples is not None:
         return batch.steps
     return -(-num_prompts * batch.epochs // batch.prompts_per_step)
 
@@ -197,6 +198,8 @@ def _train_ledger(settings: TrainSettings, num_prompts: int | None) -> tuple[Led
     _microbatch_lines(lines, settings)
     if batch.steps is None:
         formula = f"⌈prompts of the data × batch.epochs ({batch.epochs}) ÷ prompts per step⌉"
+        if settings.rollout.from_samples is not None:
+            formula = "those of rollout.from_samples, which is read when the run begins"
         lines.derived("steps", steps, formula, "steps")
     else:
         lines.given("steps", "batch.steps", steps, "steps")
