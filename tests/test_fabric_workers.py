@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from meshloom.fabric.faults import Cause, WorkerFault
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.local import LocalSite
 from meshloom.fabric.seats import Seat
+from meshloom.fabric.site import Peer
 from meshloom.fabric.stacks import python_stack, spied
 from meshloom.fabric.watch import Patience
 from meshloom.fabric.workers import Workers
@@ -116,6 +118,22 @@ def test_a_group_dispatches_and_collects_as_its_verb_declares(two: Workers) -> N
     assert one_replica.call("total", {"numbers": [1, 2, 4]}, phase="test", deadline_s=60) == [7]
     with pytest.raises(ValueError, match="no verb 'hidden'"):
         replicas.call("hidden", phase="test", deadline_s=60)
+
+
+def test_a_rank_may_hear_where_the_store_is_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It threw that away, and all waited for it for ever, if rank 0 was quick and the controller slow."""
+    send, joined = Peer.send, threading.Event()
+
+    def send_begin_last(peer: Peer, message: dict[str, Any], blobs: Sequence[Any] = ()) -> None:
+        if message["kind"] == "begin" and peer.hello["rank"] == 1:
+            assert joined.wait(120)
+        send(peer, message, blobs)
+        if message["kind"] == "join":
+            joined.set()
+
+    monkeypatch.setattr(Peer, "send", send_begin_last)
+    with workers_of(tmp_path, patience=Patience(start_s=200.0)) as workers:
+        assert workers.call("summed", {"value": 1.0}, phase="test", deadline_s=60) == [2.0, 2.0]
 
 
 def test_leaving_ends_every_process(tmp_path: Path) -> None:

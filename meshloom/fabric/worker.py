@@ -79,6 +79,8 @@ class _Worker:
     def __init__(self, channel: Channel, seat: Seat) -> None:
         self._channel, self._seat = channel, seat
         self._inbox: queue.SimpleQueue[tuple[dict[str, Any], list[bytearray]]] = queue.SimpleQueue()
+        self._places: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        """Where the store is: rank 0 may have opened it before this rank is told to begin."""
         self._host: Any = None
 
     def serve(self) -> None:
@@ -131,7 +133,7 @@ class _Worker:
             # On the controller's machine it may be connected by the loopback, which other machines would take for their own.
             channel.send({"kind": "store", "host": "" if here else channel.own_host, "port": store.port})
         else:
-            place, _ = self._inbox.get()
+            place = self._places.get()
             host, port = place["host"] or channel.peer_host, place["port"]
             store = TCPStore(host, port, seat.world_size, is_master=False, timeout=deadline, wait_for_workers=False)
         group: dict[str, Any] = {"store": store, "rank": seat.rank, "world_size": seat.world_size, "timeout": deadline}
@@ -191,7 +193,9 @@ class _Worker:
         try:
             while True:
                 message, blobs = self._channel.receive()
-                if message["kind"] == "note":
+                if message["kind"] == "join":
+                    self._places.put(message)
+                elif message["kind"] == "note":
                     self._take_note(message, blobs)
                 else:
                     self._inbox.put((message, blobs))
