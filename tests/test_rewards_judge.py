@@ -183,7 +183,7 @@ def test_a_service_that_asks_to_wait_too_long_is_not_asked_again(service: Servic
 
 def test_retry_after_may_be_a_date() -> None:
     assert 5 < seconds_to_wait(format_datetime(datetime.now(UTC) + timedelta(seconds=20), usegmt=True)) <= 20
-    assert seconds_to_wait("soon") == seconds_to_wait("-3") == 0.0
+    assert seconds_to_wait("soon") == seconds_to_wait("-3") == seconds_to_wait("nan") == 0.0
 
 
 def trickle(handler: BaseHTTPRequestHandler, number: int) -> bool:

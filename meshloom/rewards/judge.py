@@ -8,6 +8,7 @@ not asked again.
 
 import asyncio
 import json
+import math
 import random
 import threading
 import time
@@ -281,7 +282,8 @@ def seconds_to_wait(text: str) -> float:
     """What ``Retry-After`` says: seconds, or a date; 0 if it says nothing that can be read."""
     text = text.strip()
     try:
-        return max(float(text), 0.0)
+        seconds = float(text)
+        return 0.0 if math.isnan(seconds) else max(seconds, 0.0)
     except ValueError:
         pass
     try:
