@@ -140,6 +140,7 @@ def test_metrics_of_a_component_leave_out_where_it_is_invalid() -> None:
         "reward/a/equal_share": 1 / 2,
         "reward/a/killed": 1.0,
     }
+    assert by_component(batch, None) is by_component(batch, "b") is batch
     chosen = by_component(batch, "a")
     assert chosen["valid"].tolist() == [True, True, True, False, True, True]
 
@@ -166,6 +167,18 @@ def test_a_component_with_spread_is_not_told() -> None:
     told: list[str] = []
     ComponentWatch(("a",), told.append).look(batch_of([(0, {"a": 1.0}, {}), (0, {"a": 2.0}, {})]))
     assert told == []
+
+
+def test_a_penalty_for_length_beside_a_function_makes_no_answer_wrong(inputs: Path, tmp_path: Path) -> None:
+    given = ("reward.overlong.buffer_tokens=4", "batch.steps=1", "validation.every_steps=1")
+    assert run_training(train_settings(inputs, tmp_path / "run", *given), resume=False) == 0
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    solved = [s["parts"]["function"] >= 0.3 for s in samples if s["kind"] == "train"]
+    assert any(solved) and all(
+        s["reward"] < 0.3 for s in samples if s["kind"] == "train" and len(s["response_ids"]) == 8
+    )
+    metrics = next(r["metrics"] for r in read_metrics(tmp_path / "run") if r["kind"] == "train")
+    assert metrics["solved_share"] == pytest.approx(sum(solved) / len(solved))
 
 
 def components(inputs: Path, *changes: str) -> Callable[[Path], TrainSettings]:

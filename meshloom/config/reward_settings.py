@@ -151,3 +151,15 @@ def component_names(reward: Rewarding) -> tuple[str, ...]:
         return ()
     names = tuple(reward.components) or (FUNCTION,)
     return names if reward.overlong is None else (*names, OVERLONG)
+
+
+def solving_component(reward: Rewarding, given: str | None) -> str | None:
+    """The component that says what is solved; none: the whole reward. A penalty for length makes no answer wrong.
+
+    Args:
+        reward: settings of it.
+        given: the name that the settings give.
+    """
+    if given is None and reward.overlong is not None and not reward.components:
+        return FUNCTION
+    return given

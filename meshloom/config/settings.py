@@ -120,8 +120,8 @@ class RewardSettings(Settings):
     """How a response gets its number."""
 
     function: Place | None = None
-    """``file.py:function``, or a named verifier: ``exact_match``, ``regex``, ``math_verify``, ``reasoning_gym``, ``code``; or a
-    named shape: ``tag_format``, ``regex_format``, ``length_penalty``, ``repetition_penalty``. Default: the verifier of the
+    """``file.py:function``, or a named verifier: ``exact_match``, ``regex``, ``math_verify``, ``reasoning_gym``, ``code``; or
+    a named shape: ``tag_format``, ``regex_format``, ``length_penalty``, ``repetition_penalty``. Default: the verifier of the
     data source where it has one."""
     kwargs: dict[str, int | float | bool | str | None] = Field(default_factory=dict)
     """Further keyword arguments of the function."""
@@ -177,7 +177,8 @@ class ValidationSettings(Settings):
     success_threshold: float = 1.0
     """A reward of at least this counts as solved, for accuracy and pass@k."""
     success_component: str | None = None
-    """Component of the reward that is compared with ``success_threshold``, in training too. Default: the reward itself."""
+    """Component of the reward that is compared with ``success_threshold``, in training too. Default: the function where
+    ``reward.overlong`` is beside one, else the reward itself."""
 
 
 class CheckpointSettings(Settings):

@@ -16,7 +16,7 @@ from meshloom.algorithms.advantages import ADVANTAGES
 from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.resume import as_begun, as_decided, require_same
-from meshloom.config.reward_settings import component_names
+from meshloom.config.reward_settings import component_names, solving_component
 from meshloom.config.settings import (
     DataSettings,
     EvalSettings,
@@ -364,4 +364,5 @@ def build_validator(
         purpose="validation",
         system_prompt=settings.data.system_prompt,
     )
-    return Validator(collector, validation, rollout.deadline_s, component_names(settings.reward))
+    solving = solving_component(settings.reward, validation.success_component)
+    return Validator(collector, validation, rollout.deadline_s, component_names(settings.reward), solving)

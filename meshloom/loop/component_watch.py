@@ -90,8 +90,9 @@ def component_numbers(batch: Samples, names: Sequence[str]) -> list[ComponentNum
 
 
 def by_component(batch: Samples, name: str | None) -> Samples:
-    """The samples with one component for their reward, valid where it is; as they are without a name."""
-    if name is None:
+    """The samples with one component for their reward, valid where it is; as they are without a name, or where no sample has
+    such a component."""
+    if name is None or not any(name in told for kind in ("parts", "failed") for told in batch.meta.get(kind, ())):
         return batch
     parts = batch.meta["parts"]
     return batch.with_rows(

@@ -14,7 +14,7 @@ import torch
 
 from meshloom.algorithms.own import digests
 from meshloom.config.errors import RunFault
-from meshloom.config.reward_settings import component_names, reward_models
+from meshloom.config.reward_settings import component_names, reward_models, solving_component
 from meshloom.config.settings import TrainSettings
 from meshloom.loop.baseline import baseline_metrics
 from meshloom.loop.collect import Collector, sample_records
@@ -266,7 +266,11 @@ class RLStage:
         self.step = done.step
         batch, steps = done.batch, done.learned.steps
         validation = self.settings.validation
-        metrics = batch_metrics(batch, threshold=validation.success_threshold, component=validation.success_component)
+        metrics = batch_metrics(
+            batch,
+            threshold=validation.success_threshold,
+            component=solving_component(self.settings.reward, validation.success_component),
+        )
         metrics |= component_metrics(batch, self.components.names) | self.roles.collector.scorer.take_counts()
         metrics |= baseline_metrics(batch)
         if steps:
@@ -380,7 +384,8 @@ def oldest_version(group: Samples) -> int:
 
 
 def cut_of(progress: Progress, waiting: Sequence[Group[Samples]], algorithm: dict[str, Any]) -> Cut:
-    """What a checkpoint holds of a run besides its models: where it stands, the groups that wait, the algorithm's own state."""
+    """What a checkpoint holds of a run besides its models: where it stands, the groups that wait, the algorithm's own
+    state."""
     groups = [group.content for group in waiting]
     tensors, meta = to_parts(concat(groups)) if groups else ({}, {})
     values = {

@@ -40,12 +40,14 @@ class Validator:
         settings: threshold of success.
         deadline_s: for the whole validation.
         components: names of the reward's components.
+        solving: the one that says what is solved; none: the whole reward.
     """
 
     collector: Collector
     settings: ValidationSettings
     deadline_s: float
     components: Sequence[str] = ()
+    solving: str | None = None
 
     def run(self, step: int, clock: PhaseClock) -> Validation:
         """Validate the engine's present weights; ``step`` names the records."""
@@ -56,9 +58,7 @@ class Validator:
         if not collected.groups:
             return Validation(metrics, [])
         samples = concat(collected.groups)
-        metrics |= validation_metrics(
-            samples, threshold=self.settings.success_threshold, component=self.settings.success_component
-        )
+        metrics |= validation_metrics(samples, threshold=self.settings.success_threshold, component=self.solving)
         metrics |= component_metrics(samples, self.components) | self.collector.scorer.take_counts()
         return Validation(metrics, sample_records(samples, prompts, step=step, kind="validation"))
 
