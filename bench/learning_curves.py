@@ -22,7 +22,7 @@ from meshloom.observe.run_folder import SETTINGS_FILE, RunState, read_status
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "learning-curves.svg"
 COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b83280", "#4a5568")
-WIDTH, HEIGHT, LEFT, TOP, GAP = 760, 300, 44, 34, 60
+WIDTH, HEIGHT, LEFT, TOP, GAP, MARGIN = 760, 300, 44, 34, 60, 12
 CRITIC = ("critic.optimizer.lr=5e-4", "critic.warmup_steps=5")
 """What a recipe with a critic needs on this lesson beside its name: a head that is new learns faster than the model."""
 
@@ -69,7 +69,7 @@ def learn(root: Path, recipe: Recipe, seed: int, more: Sequence[str] = ()) -> Cu
 
 def drawn(curves: Mapping[str, Curve]) -> str:
     """Both charts as SVG."""
-    panel = (WIDTH - LEFT - GAP) // 2
+    panel = (WIDTH - LEFT - GAP - MARGIN) // 2
     accuracy = {name: curve.accuracy for name, curve in curves.items()}
     reward = {name: curve.reward for name, curve in curves.items()}
     legend = [
