@@ -265,15 +265,17 @@ def test_a_run_that_begins_chooses_only_what_is_carried_out(tmp_path: Path) -> N
     path, four = public(tmp_path, "Qwen2.5-7B"), ["cluster.devices_per_node=4", "cluster.device=h100"]
     settings = settings_of(path, "placement=auto", *four)
     whole, ours = choose(settings), choose(settings, to_run=True)
-    assert whole.ranked[0].planned_only and [warning.code for warning in whole.warnings] == ["X003"]
-    assert ours.chosen is not None and not any(one.planned_only for one in ours.ranked)
+    assert whole.chosen == ours.chosen and not whole.warnings
+    assert ours.chosen is not None and ours.chosen.parallel.rollout.tensor == 2
+    assert not any(one.planned_only for one in ours.ranked)
     laid_out = lay_out(ours.chosen, None, 0)
     assert planned_only(laid_out.settings, laid_out.layout) == ()
     begun, ranking = arranged(settings)
     assert begun == ours.chosen and ranking is not None
     assert arranged(begun) == (begun, None)
+    idle = settings_of(path, "placement={auto: true, critic: [0]}", *four)
     with pytest.raises(UserError, match="X001"):
-        arranged(settings_of(path, "placement=auto", VLLM, *four))
+        arranged(idle)
 
 
 def test_devices_that_are_not_known_are_said_to_be_assumed(tmp_path: Path) -> None:
