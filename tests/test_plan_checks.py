@@ -194,3 +194,13 @@ def test_dynamic_sampling_that_cannot_work_is_refused_and_what_is_not_meant_is_t
     problem = only([*found.problems, *found.warnings])
     assert problem.code == code
     assert bool(found.problems) == (code == "A030")
+
+
+def test_a_horizon_of_a_fifth_of_a_step_is_refused() -> None:
+    """The weight of the divergence used to turn 0 or negative, and never came back."""
+    adaptive = ["algorithm.kl=reward", "algorithm.kl_control=adaptive", "batch.samples_per_prompt=8"]
+    at = settings(TrainSettings, *adaptive, "batch.prompts_per_step=64", "algorithm.kl_horizon=102.4")
+    problem = only(check_settings(at, 1000).problems)
+    assert (problem.code, problem.suggestions) == ("A028", (("algorithm.kl_horizon=5120",),))
+    above = settings(TrainSettings, *adaptive, "batch.prompts_per_step=64", "algorithm.kl_horizon=103")
+    assert check_settings(above, 1000).problems == []

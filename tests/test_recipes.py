@@ -143,6 +143,13 @@ def test_an_unknown_recipe_is_refused_with_those_there_are(given: str) -> None:
     assert given in str(error.value)
 
 
+@pytest.mark.parametrize("value", ["null", "abc", "true"])
+def test_what_a_recipe_would_follow_is_refused_as_what_it_is(value: str) -> None:
+    """It used to end in a traceback."""
+    with pytest.raises(UserError, match="rollout.max_response_tokens cannot be"):
+        load("algorithm=dapo", f"rollout.max_response_tokens={value}")
+
+
 def test_no_recipe_is_the_defaults_and_an_evaluation_has_none(tmp_path: Path) -> None:
     assert load().algorithm == AlgorithmSettings()
     with pytest.raises(UserError, match="there is no key 'algorithm'"):

@@ -126,6 +126,24 @@ def test_spread_may_be_that_of_another_number_of_the_reward_function(inputs: Pat
     assert spread_of(group([0.0, 1.0], [True, True], [3.0, 3.0]), settings) is Spread.ALL_RIGHT
 
 
+def test_the_penalty_of_overlong_responses_is_no_spread(inputs: Path) -> None:
+    """Samples that are all wrong used to differ by it."""
+    penalised = train_settings(inputs, inputs / "none", "reward.overlong.buffer_tokens=4")
+    wrong = group([0.0, -0.5], [True, True], [0.0, 0.0])
+    wrong.meta["parts"] = [{"function": 0.0, "overlong": 0.0}, {"function": 0.0, "overlong": -0.5}]
+    assert spread_of(wrong, penalised) is Spread.ALL_WRONG
+    right = group([1.0, 0.5], [True, True], [0.0, 0.0])
+    right.meta["parts"] = [
+        {"function": 1.0, "function/acc": 1.0, "overlong": 0.0},
+        {"function": 1.0, "function/acc": 1.0, "overlong": -0.5},
+    ]
+    assert spread_of(right, penalised) is Spread.ALL_RIGHT
+    by_number = train_settings(
+        inputs, inputs / "none", "reward.overlong.buffer_tokens=4", "algorithm.filter_groups.metric=acc"
+    )
+    assert spread_of(right, by_number) is Spread.ALL_RIGHT
+
+
 REMAX = ("algorithm.advantage=remax", "batch.steps=2", "checkpoint.every_steps=0")
 
 

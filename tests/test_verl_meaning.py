@@ -212,7 +212,12 @@ _FILTER = "algorithm.filter_groups.enable=True"
 MEANING += [
     ("algorithm.advantage", "remax", ["algorithm.adv_estimator=remax"]),
     ("algorithm.filter_groups.enabled", True, [_FILTER]),
-    ("algorithm.filter_groups.metric", "acc", [_FILTER, "algorithm.filter_groups.metric=acc"]),
+    ("algorithm.filter_groups.metric", "reward", [_FILTER, "algorithm.filter_groups.metric=acc"]),
+    (
+        "algorithm.filter_groups.metric",
+        "acc",
+        [_FILTER, "algorithm.filter_groups.metric=acc", "reward.custom_reward_function.path=mine.py"],
+    ),
     ("algorithm.filter_groups.metric", "reward", [_FILTER, "algorithm.filter_groups.metric=seq_reward"]),
     ("algorithm.filter_groups.max_rounds", 7, [_FILTER, "algorithm.filter_groups.max_num_gen_batches=7"]),
     ("algorithm.filter_groups.prompts_per_round", 2048, [_FILTER, "data.gen_batch_size=2048"]),

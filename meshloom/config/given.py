@@ -147,8 +147,8 @@ class Given:
             return choice
         *groups, last = choice.path.split(".")
         given = self._group(tuple(groups)) or {}
-        if last in given:
-            return choice.of(given[last])
+        if isinstance(number := given.get(last), int | float) and not isinstance(number, bool):
+            return choice.of(number)  # what is no number is refused as what it is
         for name in groups:
             kind = kind.model_fields[name].annotation
         return choice.of(kind.model_fields[last].default)

@@ -196,7 +196,7 @@ class ControlLoop:
             self.buffer.add(self._collect(anew))
         if not len(self.buffer):
             self.buffer.put(self._collect(self._flights.popleft()))
-        self._require_any(self.buffer.steps[0])
+        self._require_any(bool(self.buffer.steps[0]))
 
     def _sift(self, sieve: Sieve) -> None:
         """Rounds until the next step has enough groups with spread, or has had all of its rounds."""
@@ -205,13 +205,12 @@ class ControlLoop:
         while sieve.wants_more:
             if not len(self.buffer):
                 self.buffer.put(self._collect(self._flights.popleft()))
-            groups = self.buffer.take()
-            self._require_any(groups)
-            sieve.look(groups, self.version)
+            sieve.look(self.buffer.take(), self.version)
             self._begin()
+        self._require_any(sieve.has_any)
 
-    def _require_any(self, groups: Sequence[Group[Any]]) -> None:
-        if not groups:
+    def _require_any(self, has_any: bool) -> None:
+        if not has_any:
             raise RunFault(
                 "no group of this step was finished",
                 where="rollout.deadline_s",

@@ -32,11 +32,11 @@ class KlWeight:
         """The weight a run begins with."""
         return cls(settings.kl_coefficient, settings)
 
-    def adapt(self, kl_T: Tensor, batch: Samples) -> None:
-        """Take note of a step's divergence, and let the weight follow it where it adapts."""
+    def adapt(self, kl_T: Tensor, batch: Samples, *, follows: bool = True) -> None:
+        """Take note of a step's divergence, and let the weight follow it where it adapts, and the actor learns."""
         kl, count = mean_divergence(kl_T, batch)
         self._shown = {"kl_reward": kl, "kl_coefficient": self.coefficient}
-        if self.settings.kl_control == "adaptive":
+        if follows and self.settings.kl_control == "adaptive":
             rule = AdaptiveKl(
                 coefficient=self.coefficient, target=self.settings.kl_target, horizon=self.settings.kl_horizon
             )

@@ -8,6 +8,7 @@ settings and a lag of 0, makes the same weights.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from meshloom.config.reward_settings import solving_component
 from meshloom.config.settings import TrainSettings
 from meshloom.data.order import PromptOrder
 from meshloom.loop.collect import sample_records
@@ -85,7 +86,8 @@ def dump_samples(stage: RLStage, order: PromptOrder, steps: int) -> bool:
 
 def _write(stage: RLStage, batch: Samples, step: int, dropped: int) -> None:
     validation = stage.settings.validation
-    metrics = batch_metrics(batch, threshold=validation.success_threshold, component=validation.success_component)
+    solving = solving_component(stage.settings.reward, validation.success_component)
+    metrics = batch_metrics(batch, threshold=validation.success_threshold, component=solving)
     stage.session.log("train", {**metrics, "prompts_dropped": dropped}, step=step)
     prompts = stage.roles.collector.prompts
     stage.session.log_samples(lambda: sample_records(batch, prompts, step=step, kind="train", exact=True))

@@ -141,7 +141,9 @@ class RLStage:
         self.short = ShortWatch(self.settings, self.session.display.notice)
         self.kl_weight = KlWeight.of(self.settings.algorithm)
         self.own = digests(self.settings.algorithm)
-        self.version = self.reference_version = 0
+        self.version = 0
+        self.reference_version: int | None = None
+        """Of the weights that the reference took; none before the first time."""
 
     @property
     def takes_turns(self) -> bool:
@@ -196,7 +198,7 @@ class RLStage:
         kl_T = reward_divergence(batch, algorithm)
         batch = with_advantages(batch, algorithm, kl_T, self.kl_weight.coefficient)
         if kl_T is not None:
-            self.kl_weight.adapt(kl_T, batch)
+            self.kl_weight.adapt(kl_T, batch, follows=not self.is_warming_up)
         batch = with_kept(batch, algorithm.correction)
         if rejection_metrics(batch).get("rejected_share") == 1.0:
             self.session.display.notice("warning: the correction rejects every token; this step teaches nothing")
@@ -222,10 +224,15 @@ class RLStage:
             values = self.value_updates(updates)
         return replace(self.policy_updates(updates, version), critic=values)
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the critic alone learns in the step that is on."""
+        return self.roles.critic is not None and self.step < self.settings.critic.warmup_steps
+
     def policy_updates(self, updates: Sequence[Samples], version: int) -> Lesson:
         """The actor's updates of a step, on weights of ``version``."""
         lesson = Lesson([], [])
-        if self.roles.critic is not None and self.step < self.settings.critic.warmup_steps:
+        if self.is_warming_up:
             return lesson
         with self.session.clock.phase("update"):
             self.enter(Phase.UPDATE)
@@ -290,7 +297,7 @@ class RLStage:
         if self.settings.algorithm.max_lag_versions or done.sifted is not None:
             metrics["lag_versions"] = done.lag
         if refreshes(self.settings):
-            metrics["reference_version"] = self.reference_version
+            metrics["reference_version"] = self.reference_version or 0
         if done.sifted is not None:
             metrics |= sifted_metrics(done.sifted)
             self.short.look(done.step, done.sifted)
@@ -318,7 +325,7 @@ class RLStage:
         with self.session.clock.phase("save"):
             self.residents.enter(Phase.UPDATE, step=progress.step, why="save")
             cut = cut_of(progress, waiting, self.state())
-            self.session.save(self.snapshot(), cut, step=progress.step, score=score)
+            self.session.save(self.snapshot, cut, step=progress.step, score=score)
 
     def state(self) -> dict[str, Any]:
         """What of the algorithm a checkpoint holds beside the model: JSON values."""
@@ -339,7 +346,7 @@ class RLStage:
     def snapshot(self) -> Snapshot:
         """The models that change, as they are now."""
         trained = self.snapshot_of_trained()
-        if not self.reference_version:
+        if self.reference_version is None:
             return trained
         self.residents.enter(Phase.LOGPROB, step=self.step, why="save")
         return WithReference(trained, self.snapshot_of_reference())
@@ -373,7 +380,8 @@ def as_groups(found: Attempt[Samples], settings: TrainSettings) -> Attempt[Group
 
 def group_of(number: int, samples: Samples, settings: TrainSettings) -> Group[Samples]:
     """The samples of a draw, for the control."""
-    spread = spread_of(samples, settings) if settings.algorithm.filter_groups.enabled else Spread.SOME
+    sifts = settings.algorithm.filter_groups.enabled and settings.rollout.from_samples is None
+    spread = spread_of(samples, settings) if sifts else Spread.SOME
     return Group(number, oldest_version(samples), samples, spread)
 
 

@@ -166,9 +166,18 @@ class Session:
             self._writing.result()
             self._writing = None
 
-    def save(self, snapshot: Snapshot, cut: Cut, *, step: int, score: float | None) -> None:
-        """Make a checkpoint; in the background if the settings say so."""
+    def save(self, take: Callable[[], Snapshot], cut: Cut, *, step: int, score: float | None) -> None:
+        """Make a checkpoint; in the background if the settings say so.
+
+        Args:
+            take: copies the models, once the checkpoint before this one is written: ranks hold one copy at a time.
+            cut: what a checkpoint holds beside them.
+            step: that it is of.
+            score: of the validation after this step, if there was one.
+        """
         self._wait_for_samples()
+        self.store.wait()
+        snapshot = take()
         self.folder.sync()
         tensors = {**cut.tensors, **_random_states()}
 

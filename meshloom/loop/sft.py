@@ -105,7 +105,7 @@ class SftProgram:
         """Everything that decides the future, as of now."""
         with self.session.clock.phase("save"):
             cut = Cut({"step": self.step, "order": self.order.state()}, {})
-            self.session.save(self.snapshot(), cut, step=self.step, score=None)
+            self.session.save(self.snapshot, cut, step=self.step, score=None)
 
     def snapshot(self) -> Snapshot:
         """The model as it is now."""

@@ -57,6 +57,11 @@ class Sieve:
         return len(self.kept) < self.rule.prompts_per_step and self._rounds < self.rule.max_rounds
 
     @property
+    def has_any(self) -> bool:
+        """Whether there is anything to train the next step on, be it without spread."""
+        return bool(self.kept or self._flat)
+
+    @property
     def steps_ready(self) -> int:
         """Steps that need no further round: their groups wait, or, of the next one, all rounds are used up."""
         return max(len(self.kept) // self.rule.prompts_per_step, int(not self.wants_more))
@@ -66,12 +71,14 @@ class Sieve:
         self.kept = self._fresh(self.kept, version)
 
     def look(self, groups: Sequence[Group[Any]], version: int) -> None:
-        """Take a round: keep its groups with spread, count the others. One that is too old altogether was none."""
+        """Take a round: keep its groups with spread, count the others. One of which nothing was finished was one too; one that
+        is too old altogether was none."""
         fresh = self._fresh(groups, version)
         self.kept += [group for group in fresh if group.spread is Spread.SOME]
-        self._flat = [group for group in fresh if group.spread is not Spread.SOME]
-        self._filtered.update(group.spread for group in self._flat)
-        self._rounds += bool(fresh)
+        flat = [group for group in fresh if group.spread is not Spread.SOME]
+        self._flat = flat or self._flat
+        self._filtered.update(group.spread for group in flat)
+        self._rounds += bool(fresh) or not groups
 
     def take(self) -> tuple[list[Group[Any]], Sifted]:
         """The groups of the next step, and what was done for it. If none has spread, those of the last round."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshloom.config.errors import RunFault
+from meshloom.config.reward_settings import FUNCTION, OVERLONG
 from meshloom.config.settings import TrainSettings
 from meshloom.loop.stage import Sifted, Spread
 from meshloom.samples import Samples
@@ -17,17 +18,20 @@ _REWARD = "reward"
 
 
 def spread_of(group: Samples, settings: TrainSettings) -> Spread:
-    """Whether what ``algorithm.filter_groups.metric`` names differs within a group.
+    """Whether what ``algorithm.filter_groups.metric`` names differs within a group: ``reward`` is without the penalty of
+    overlong responses, by which samples that are all wrong may differ.
 
     Raises:
         RunFault: if the reward function returns no such number.
     """
     metric, solved_at = settings.algorithm.filter_groups.metric, settings.validation.success_threshold
-    valid, rewards = group["valid"].tolist(), group["reward"].tolist()
-    judged = [i for i, is_valid in enumerate(valid) if is_valid]
-    if len(judged) < 2:
+    valid = [i for i, is_valid in enumerate(group["valid"].tolist()) if is_valid]
+    if len(valid) < 2:
         return Spread.TOO_FEW
-    values = [rewards[i] if metric == _REWARD else _part(group, i, metric) for i in judged]
+    rewards = group["reward"].tolist()
+    if settings.reward.overlong is not None:
+        rewards = [reward - part.get(OVERLONG, 0.0) for reward, part in zip(rewards, group.meta["parts"], strict=True)]
+    values = [rewards[i] if metric == _REWARD else _part(group, i, metric) for i in valid]
     if min(values) != max(values):
         return Spread.SOME
     return Spread.ALL_RIGHT if values[0] >= solved_at else Spread.ALL_WRONG
@@ -35,6 +39,9 @@ def spread_of(group: Samples, settings: TrainSettings) -> Spread:
 
 def _part(group: Samples, sample: int, metric: str) -> float:
     parts = group.meta["parts"][sample]
+    of_function = f"{FUNCTION}/{metric}"  # so called where the reward has a penalty besides
+    if metric not in parts and of_function in parts:
+        metric = of_function
     if metric not in parts:
         known = ", ".join([_REWARD, *sorted(parts)])
         raise RunFault(

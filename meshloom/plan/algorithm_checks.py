@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _CORRECTION = "algorithm.correction"
 _BOUNDS = {"k1": round(log(2.0), 2), "k2": 0.25, "k3": 0.3}
 """Thresholds of rejection that leave out a ratio of about 2."""
+_CONTROL_STEPS = 5
+"""Samples of a step, in horizons, at which the weight of the divergence could fall to 0 in one step."""
 _READERS = {
     "gamma": ("gae", "reinforce_plus_plus"),
     "lam": ("gae",),
@@ -27,12 +29,12 @@ _READERS = {
 """Names of estimators and losses that read a key; other keys have other rules."""
 
 
-def check_choices(found: "Findings", algorithm: AlgorithmSettings) -> None:
+def check_choices(found: "Findings", algorithm: AlgorithmSettings, *, samples_per_step: int) -> None:
     """All rules of this module."""
     _check_rejection(found, algorithm.correction)
     _check_weights(found, algorithm.correction)
     _check_proximal(found, algorithm)
-    _check_control(found, algorithm)
+    _check_control(found, algorithm, samples_per_step)
     _check_unread(found, algorithm)
     for name in OWN_CHOICES:
         if (own := OwnName.of(getattr(algorithm, name))) is not None and (fault := own.fault()):
@@ -91,7 +93,7 @@ def _check_proximal(found: "Findings", algorithm: AlgorithmSettings) -> None:
     )
 
 
-def _check_control(found: "Findings", algorithm: AlgorithmSettings) -> None:
+def _check_control(found: "Findings", algorithm: AlgorithmSettings, samples_per_step: int) -> None:
     path = "algorithm.kl_control"
     if algorithm.kl_control == "fixed":
         for name in ("kl_target", "kl_horizon"):
@@ -106,6 +108,16 @@ def _check_control(found: "Findings", algorithm: AlgorithmSettings) -> None:
         what = "a weight of 0 stays 0: it is multiplied as it adapts"
         value = "algorithm.kl_coefficient=0.001"
         found.refuse("A024", "algorithm.kl_coefficient", what, fix=f"set {value}", suggestions=((value,),))
+    elif samples_per_step >= (most := _CONTROL_STEPS * algorithm.kl_horizon):
+        value = f"algorithm.kl_horizon={samples_per_step * 10}"
+        found.refuse(
+            "A028",
+            "algorithm.kl_horizon",
+            f"a step has {samples_per_step} samples, and algorithm.kl_horizon is {algorithm.kl_horizon:g}",
+            why=f"a weight is multiplied by 1 - 0.2 x samples / horizon at the least: from {most:g} samples on, by 0 or less",
+            fix=f"set {value}, or a horizon of many steps",
+            suggestions=((value,),),
+        )
 
 
 def _check_unread(found: "Findings", algorithm: AlgorithmSettings) -> None:

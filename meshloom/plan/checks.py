@@ -167,7 +167,7 @@ def _check_algorithm(found: Findings, settings: TrainSettings) -> None:
         why = "a rollout begins ahead only if its samples are sure to be fresh enough when their step comes"
         found.warn("A012", LAG, what, why=why, fix=f"set {LAG}={updates}, or make fewer updates a step")
     _check_unused(found, algorithm)
-    check_choices(found, algorithm)
+    check_choices(found, algorithm, samples_per_step=batch.prompts_per_step * batch.samples_per_prompt)
 
 
 def _check_unused(found: Findings, algorithm: AlgorithmSettings) -> None:

@@ -74,8 +74,9 @@ def _stays(role: Role, offload: RoleOffloadSettings, settings: TrainSettings, la
     busy = tuple(Phase(phase) for phase in PHASES[role])
     needed = busy
     if role == Role.ACTOR:
-        # A reference that is refreshed takes its weights as it is about to be asked.
-        if not computes_logprobs(settings) and not refreshes(settings):
+        # A reference that is refreshed takes its weights as it is about to be asked; a file of samples may have no log-probs.
+        may_need = computes_logprobs(settings) or refreshes(settings) or settings.rollout.from_samples is not None
+        if not may_need:
             needed = tuple(phase for phase in busy if phase is not Phase.LOGPROB)
         if not engine_owns_weights(settings, layout):
             needed = (Phase.GENERATE, *needed)

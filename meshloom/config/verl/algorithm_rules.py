@@ -55,6 +55,8 @@ def _groups(sheet: Sheet) -> None:
     sheet.set(f"{ours}.enabled", True, key)
     metric, most = f"{group}.metric", f"{group}.max_num_gen_batches"
     name = sheet.text(metric) or "reward"
+    if name == "acc" and not sheet.text("reward.custom_reward_function.path"):
+        name = "reward"  # the verifiers here have no other number
     sheet.set(f"{ours}.metric", _GROUP_METRICS.get(name, name), metric)
     if name == "seq_final_reward" and sheet.flag("algorithm.use_kl_in_reward"):
         sheet.warn(metric, "groups are filtered by rewards without the divergence")
