@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
+from meshloom.algorithms.reduce import denominators
 from meshloom.config.errors import RunFault, UserError
 from meshloom.config.load import load_settings
-from meshloom.config.settings import TrainSettings
+from meshloom.config.settings import OptimizerSettings, TrainSettings
 from meshloom.loop.train import run_training
-from meshloom.loop.value_objective import check_read, value_metrics
+from meshloom.loop.value_objective import ValueObjective, check_read, value_metrics
 from meshloom.observe.records import read_metrics
 from meshloom.plan.build import build_plan
 from meshloom.samples import Samples
@@ -76,6 +77,31 @@ def test_a_fresh_head_is_zero_and_every_parameter_learns(folders: Path) -> None:
     updates(critic, batches, [objective(batch) for batch in batches])
     assert {name for name, tensor in critic.weights() if torch.equal(tensor, before[name])} == set()
     assert "lm_head.weight" not in before
+
+
+def test_returns_that_follow_from_what_was_read_are_learned(folders: Path) -> None:
+    """Of other samples too: nothing is learned of one value that stands a token further on or back."""
+    settings = OptimizerSettings(lr=3e-3, warmup_updates=2)
+    module = load_value_model(folder_of(folders, "qwen3"), torch.float32, CPU)
+    critic = TrainedModel(module, settings_of(folder_of(folders, "qwen3")), MicrobatchBound(4096), settings)
+
+    def judged(seed: int) -> Samples:
+        """Each token's return is the parity of the token before it."""
+        samples = make_batch(seed)
+        returns = (samples["ids"].roll(1) % 2).double()
+        return samples.with_tokens(values=critic.forward(samples)[0], returns=returns)
+
+    def explained() -> float:
+        return value_metrics(judged(1000).with_rows(valid=torch.ones(len(judged(1000)), dtype=torch.bool)))[
+            "explained_variance"
+        ]
+
+    assert abs(explained()) < 1e-6
+    for seed in range(60):
+        batch = judged(seed)
+        critic.forward_backward(batch, ValueObjective(0.5, "token-mean", denominators(batch["mask"], batch.lengths)))
+        critic.optim_step(60)
+    assert explained() > 0.9
 
 
 def test_the_gradient_does_not_depend_on_microbatches(folders: Path) -> None:
