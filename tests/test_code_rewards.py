@@ -256,6 +256,17 @@ def test_a_cheat_is_worth_nothing(hasty: CodeJudge, cheat: str) -> None:
         assert found["remark"].partition(":")[0] != "passed"
 
 
+def test_an_object_of_the_program_is_no_array_to_the_tests(judge: CodeJudge) -> None:
+    """numpy took the address an object told for the checker's own memory."""
+    array = "{'shape': (1,), 'typestr': '<i8', 'data': (8, False), 'version': 3}"
+    program = f"class Array:\n    __array_interface__ = {array}\n    x = 1\ndef f(x): return Array()"
+    found = judge.score(
+        ask(program, ["assert f(1).x == 1", "assert np.asarray(f(1)).dtype != object", "assert f(1).x"])
+    )
+    assert found["score"] == pytest.approx(2 / 3)
+    assert "dtype" in found["remark"]
+
+
 def test_fake_verdicts_on_standard_output_are_output(judge: CodeJudge) -> None:
     assert judge.score(ask("print('passed')\nimport os\nos._exit(0)", PRINTS))["score"] == 0
 
@@ -351,6 +362,9 @@ def test_outputs_are_compared_with_tolerance_for_space_and_fractions(found: str,
     ("found", "wanted", "same"),
     [
         (1, 1.0, True),
+        (1.0, 1, True),
+        (1000000007.0 - 900, 1000000007, False),
+        ([2.0**53], [2**53 + 1], False),
         (1, True, False),
         (True, 1, False),
         ([1, [2]], [1, [2]], True),

@@ -214,6 +214,36 @@ def test_daemons_die_with_their_program(judge: CodeJudge) -> None:
     assert left_over() == []
 
 
+WATCHED = """
+import os, resource, signal
+for number in range(1, signal.NSIG):
+    for pid in (1, os.getppid()):
+        try:
+            os.kill(pid, number)
+        except (OSError, ValueError):
+            pass
+for kind in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE):
+    try:
+        resource.prlimit(os.getppid(), kind, (0, 0))
+    except OSError:
+        pass
+try:
+    os.sched_setscheduler(os.getppid(), os.SCHED_IDLE, os.sched_param(0))
+    print("obeyed")
+except OSError:
+    pass
+sum(range(10**6))
+print("right")
+"""
+
+
+@pytest.mark.parametrize("without", [(), ("namespaces", "own_user")])
+def test_a_program_cannot_stop_who_watches_it(without: tuple[str, ...]) -> None:
+    """SIGINT, or a bound of processor time, for the first process of its namespace made the sample invalid: a way out."""
+    with CodeJudge(SETTINGS, BUDGET_S, without) as judge:
+        assert judged(judge, WATCHED).passed == 1
+
+
 def test_nothing_reaches_the_network(judge: CodeJudge) -> None:
     """Neither a server on this machine nor a datagram; and the program is told so by an error it can catch."""
     with (
@@ -404,6 +434,14 @@ def test_a_user_of_its_own_holds_where_namespaces_are_not_permitted() -> None:
             assert left_over() == []
         assert judged(judge, DAEMON.replace("SLEEP", SLEEP)).passed == 1
         assert left_over() == []
+        tests = read_tests(
+            ["assert f(1) == 2", "assert f(2) == 2", "import time\ntime.sleep(0.2)\nassert f(2) == 2"], {}
+        )
+        for _ in range(3):  # the checker's end killed the program, and the program's the checker
+            found = judge.judge("def f(x): return x", tests)
+            assert (found.passed, found.finding.verdict) == (2, Verdict.WRONG_ANSWER), found.finding
+        ended = judge.judge("import os\nif os.fork(): os._exit(0)", tests).finding
+        assert ended.verdict is Verdict.WRONG_ANSWER, ended
     assert not list(Path(tempfile.gettempdir()).glob(f"meshloom-code-{judge.sandbox.pid}-*"))
 
 
@@ -439,7 +477,4 @@ def test_many_programs_side_by_side_cost_themselves_only(count: int) -> None:
     assert [reward.value for reward in rewards] == [MIXED[one] for one in programs]
     assert all(reward.detail for reward in rewards)
     assert left_over() == []
-    started = [
-        p for p in psutil.process_iter() if p.pid not in before and os.getpid() in {one.pid for one in p.parents()}
-    ]
-    assert started == []
+    assert {one.pid for one in psutil.Process().children(recursive=True)} <= before

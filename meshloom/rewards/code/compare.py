@@ -52,14 +52,14 @@ def _close(found: float, wanted: float, tolerance: float) -> bool:
 
 
 def same_value(found: Any, wanted: Any, tolerance: float) -> bool:
-    """JSON values: lists and objects part by part; true is not 1; a wanted number with a fraction within the tolerance."""
+    """JSON values: lists and objects part by part; true is not 1; a number that is wanted with a point within the tolerance."""
     if isinstance(wanted, bool) or isinstance(found, bool) or wanted is None or isinstance(wanted, str):
         return type(found) is type(wanted) and found == wanted
     if isinstance(wanted, int | float):
         if not isinstance(found, int | float):
             return False
-        if isinstance(wanted, int) and isinstance(found, int):
-            return found == wanted
+        if isinstance(wanted, int):
+            return found == wanted  # Python compares integers and floats exactly
         try:
             return _close(float(found), float(wanted), tolerance)
         except OverflowError:

@@ -71,7 +71,7 @@ class Means:
         root: a root of its own, read-only, with the interpreter and the system's libraries in it.
         namespaces: new user, process and mount namespaces for each run.
         empty_network: a network namespace without any device.
-        own_user: number of a user that runs nothing else; none: the user of the run.
+        own_user: number of a user that runs nothing else, a run's own where there are no namespaces; none: the user of the run.
         landlock: rules on files where there is no root of its own.
         filter: the filter of system calls.
         missing: what could not be had, with the kernel's reason.

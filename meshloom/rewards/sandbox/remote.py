@@ -223,7 +223,7 @@ def _take_over(before: Any, after: list[Any]) -> None:
 
 
 class Remote:
-    """An object of the program. Equal only to itself."""
+    """An object of the program. Equal only to itself. Python's special names are never the program's."""
 
     __slots__ = ("_number", "_program")
 
@@ -235,6 +235,10 @@ class Remote:
         return self._program.ask("call", self._number, list(arguments), named)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith(
+            "__"
+        ):  # by these numpy and others take what they are told for memory
+            raise AttributeError(f"an object of the program has no {name} here")
         return self._program.ask("attribute", self._number, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

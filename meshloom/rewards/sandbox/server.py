@@ -7,12 +7,14 @@ that started it, and everything it started ends with it.
 
 import gc
 import importlib
+import itertools
 import json
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from meshloom.rewards.sandbox import confine, kernel, supervisor
 from meshloom.rewards.sandbox.inside import JOBS
@@ -40,7 +42,10 @@ PRELOADED = (
 )
 """What programs import most; it is there already when one starts."""
 _USERS = 2_000_000_000, 60_000
-"""Numbers from which a user is taken that runs nothing else; a container may know only small ones."""
+"""Numbers from which users are taken that run nothing else; a container may know only small ones."""
+_SMALL_BLOCKS = 680
+_USERS_OF_A_SERVER = 8
+"""Runs that follow each other have users of their own where users tell them apart: the end of one is not another's."""
 _MESSAGE_BYTES = 2**16
 _STATIONS = kernel.NEW_MOUNTS | kernel.NEW_IPC | kernel.NEW_UTS
 
@@ -59,21 +64,28 @@ def serve(descriptor: int, without: Collection[str] = ()) -> None:
     means = _prepare(without)
     kernel.die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the run decides when it ends
     if means.filter:
         filter_program()  # made once, not in each child
     gc.collect()
     gc.freeze()
     gc.disable()
     connection.send(means.to_bytes())
-    while True:
+    for number in itertools.count():
         message, files, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 8)
         if not message:
             return
         if os.fork() == 0:
             connection.close()
-            _run(message, files, means)
+            _run(message, files, _means_of_run(means, number))
         for file in files:
             os.close(file)
+
+
+def _means_of_run(means: Means, number: int) -> Means:
+    if means.namespaces or means.own_user is None:
+        return means
+    return replace(means, own_user=means.own_user + number % _USERS_OF_A_SERVER)
 
 
 def _run(message: bytes, files: list[int], means: Means) -> None:
@@ -167,11 +179,13 @@ def _try_landlock() -> None:
 
 
 def _free_user() -> tuple[int | None, str]:
-    """A user's number that can be taken, or why there is none."""
+    """The first of a server's users that can be taken, or why there is none."""
     trouble = ""
     for base in _USERS:
-        user = base + os.getpid() % 5000 if base < 2**16 else base + os.getpid()
-        trouble = _trouble(lambda user=user: confine.become(user))  # type: ignore[misc]
+        block = os.getpid() % _SMALL_BLOCKS if base < 2**16 else os.getpid()
+        user = base + block * _USERS_OF_A_SERVER
+        last = user + _USERS_OF_A_SERVER - 1
+        trouble = _trouble(lambda last=last: confine.become(last))  # type: ignore[misc]
         if not trouble:
             return user, ""
     return None, trouble

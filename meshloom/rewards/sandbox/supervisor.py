@@ -58,7 +58,7 @@ def run(files: Descriptors, limits: Limits, means: Means, program: Callable[[int
     folder = ""
     try:
         kernel.die_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _ignore_signals()
         if means.namespaces:
             confine.enter_namespaces(kernel.NEW_PID | kernel.NEW_MOUNTS, confine.INNER_USER)
             _become_first_process()
@@ -79,6 +79,14 @@ def run(files: Descriptors, limits: Limits, means: Means, program: Callable[[int
     with suppress(OSError):
         os.write(files.status, ending.to_bytes())
     os._exit(0)
+
+
+def _ignore_signals() -> None:
+    """Leave no handler that a program could set off: the first process of a namespace gets those it has handlers for."""
+    for number in range(1, signal.NSIG):
+        with suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _become_first_process() -> None:
@@ -173,6 +181,7 @@ class _Watch:
         while not stopped:
             ready = dict(poll.poll(_LOOK_S * 1000))
             if ended in ready:
+                stopped = "disk" if self.folder and self._fills_disk(0.0) else ""
                 break
             stopped = "no longer wanted" if self.status in ready else self._beyond()
         wall_s = time.monotonic() - self.began
@@ -215,7 +224,7 @@ class _Watch:
             return "memory"
         if seen.num_processes > limits.processes + 1:
             return "processes"
-        return "disk" if self.folder and self._fills_disk() else ""
+        return "disk" if self.folder and self._fills_disk(_DISK_LOOK_S) else ""
 
     def _reap(self) -> None:
         """Wait for orphans that have ended; never for the program itself."""
@@ -224,8 +233,8 @@ class _Watch:
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
 
-    def _fills_disk(self) -> bool:
-        if (now := time.monotonic()) < self.disk_seen + _DISK_LOOK_S:
+    def _fills_disk(self, pause_s: float) -> bool:
+        if (now := time.monotonic()) < self.disk_seen + pause_s:
             return False
         self.disk_seen, total = now, 0
         for root, _, names in os.walk(self.folder):

@@ -74,6 +74,14 @@ _DENIED = {
 or hides from a process, and what only an administrator needs."""
 _DENIED_X86 = {"mknod": 133, "iopl": 172, "ioperm": 173, "modify_ldt": 154}
 
+_FOR_ITSELF_ONLY = {
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+}
+"""Permitted for process 0, the caller: others of its user, the one that watches it among them, would obey."""
 _SIGNALS_TO_ONE = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}
 _OTHER_SIGNALS = {"rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424)}
 _NEW_NAMESPACES = 0x7E020000
@@ -110,6 +118,9 @@ def filter_program(signals_only_to: int | None = None) -> bytes:
     denied = _step(_RETURN, _ERROR | DENIED_ERRNO)
     code += [_step(_EQUAL, _CLONE[row], 0, 4), _step(_LOAD, 16), _step(_ANY_BIT, _NEW_NAMESPACES, 0, 1), denied]
     code += [_step(_RETURN, _ALLOW)]
+    for numbers in _FOR_ITSELF_ONLY.values():
+        code += [_step(_EQUAL, numbers[row], 0, 4), _step(_LOAD, 16), _step(_EQUAL, 0, 1, 0)]
+        code += [denied, _step(_RETURN, _ALLOW)]
     for numbers in _SIGNALS_TO_ONE.values() if signals_only_to is not None else ():
         code += [_step(_EQUAL, numbers[row], 0, 4), _step(_LOAD, 16), _step(_EQUAL, signals_only_to or 0, 1, 0)]
         code += [denied, _step(_RETURN, _ALLOW)]
