@@ -36,13 +36,14 @@ from meshloom.loop.build import (
 from meshloom.loop.control import ControlLoop
 from meshloom.loop.critic_role import critic_bound, critic_model_settings
 from meshloom.loop.environments import open_environments, open_scorer, run_prompts, unseen_tools
+from meshloom.loop.groups import standing
 from meshloom.loop.isolation import check_isolation, tell_isolation
 from meshloom.loop.model_role import RemoteModel, RemoteReference, Sharing
 from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteStage
 from meshloom.loop.remote_scores import asked_on_ranks
 from meshloom.loop.replay import dump_samples, saved_jobs, schedule_of
 from meshloom.loop.replicas import RemoteEngine
-from meshloom.loop.rl import Roles, standing
+from meshloom.loop.rl import Roles
 from meshloom.loop.saved_samples import read_saved
 from meshloom.loop.session import Cut, Session, read_cut
 from meshloom.loop.worker_host import WorkerHost, ranks_of

@@ -13,7 +13,8 @@ from meshloom.config.settings import TrainSettings
 from meshloom.data.order import PromptOrder
 from meshloom.loop.collect import sample_records
 from meshloom.loop.control import Schedule, tried_twice
-from meshloom.loop.rl import RLStage, group_of
+from meshloom.loop.groups import group_of
+from meshloom.loop.rl import RLStage
 from meshloom.loop.saved_samples import SavedSamples
 from meshloom.loop.stage import Attempt, Draw, Group
 from meshloom.loop.step_metrics import batch_metrics

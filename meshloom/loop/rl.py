@@ -20,13 +20,14 @@ from meshloom.loop.baseline import baseline_metrics
 from meshloom.loop.collect import Collector, sample_records
 from meshloom.loop.component_watch import ComponentWatch, component_metrics
 from meshloom.loop.correction import learned, rejection_metrics, with_kept
+from meshloom.loop.groups import as_groups, cut_of
 from meshloom.loop.kl_control import KlWeight
 from meshloom.loop.objective import PolicyObjective, reward_divergence, update_metrics, with_advantages
 from meshloom.loop.reference_role import WithReference
 from meshloom.loop.residents import Residents
 from meshloom.loop.session import Cut, Session, Snapshot
-from meshloom.loop.spread import ShortWatch, sifted_metrics, spread_of
-from meshloom.loop.stage import Attempt, Draw, Group, Job, Progress, Spread, StepDone
+from meshloom.loop.spread import ShortWatch, sifted_metrics
+from meshloom.loop.stage import Attempt, Draw, Group, Job, Progress, StepDone
 from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, speed_metrics
 from meshloom.loop.validate import Validator
 from meshloom.loop.value_objective import ValueLesson, check_read, learn_values, value_metrics
@@ -35,7 +36,6 @@ from meshloom.plan.residency import Phase
 from meshloom.plan.role_numbers import computes_old_logprobs
 from meshloom.rollout.protocol import Engine
 from meshloom.samples import Samples, concat
-from meshloom.samples.store import from_parts, to_parts
 from meshloom.train.model import TrainedModel
 from meshloom.train.optimizer import StepStats
 from meshloom.train.reference import Reference
@@ -367,47 +367,6 @@ class RLStage:
             raise RunFault(
                 f"sampler and trainer disagree: mean |Δ log-prob| is {gap:.3g}",
                 where="algorithm.max_sampler_gap",
-                why=f"more than {bound:g}; no weight was changed by this step",
+                why=f"more than {bound:g}; the actor was not changed by this step",
                 fix="use the same dtype and temperature for both, top_p 1, top_k 0 and min_p 0, or raise the bound",
             )
-
-
-def as_groups(found: Attempt[Samples], settings: TrainSettings) -> Attempt[Group[Samples]]:
-    """What a rollout gave, for the control."""
-    groups = {number: group_of(number, samples, settings) for number, samples in found.groups.items()}
-    return Attempt(groups, found.unfinished)
-
-
-def group_of(number: int, samples: Samples, settings: TrainSettings) -> Group[Samples]:
-    """The samples of a draw, for the control."""
-    sifts = settings.algorithm.filter_groups.enabled and settings.rollout.from_samples is None
-    spread = spread_of(samples, settings) if sifts else Spread.SOME
-    return Group(number, oldest_version(samples), samples, spread)
-
-
-def oldest_version(group: Samples) -> int:
-    """Version of the weights that sampled a group's oldest token; of a group that has none, the one that it notes."""
-    own = group["version"][group["mask"]]
-    return int(own.min()) if len(own) else int(group["version"].max())
-
-
-def cut_of(progress: Progress, waiting: Sequence[Group[Samples]], algorithm: dict[str, Any]) -> Cut:
-    """What a checkpoint holds of a run besides its models: where it stands, the groups that wait, the algorithm's own
-    state."""
-    groups = [group.content for group in waiting]
-    tensors, meta = to_parts(concat(groups)) if groups else ({}, {})
-    values = {
-        **progress.values(),
-        "algorithm": algorithm,
-        "buffer": {"groups": [len(group) for group in groups], "meta": meta},
-    }
-    return Cut(values, {f"buffer/{name}": tensor for name, tensor in tensors.items()})
-
-
-def standing(cut: Cut, settings: TrainSettings) -> tuple[Progress, list[Group[Samples]]]:
-    """What ``cut_of`` was given."""
-    kept = cut.values["buffer"]
-    tensors = {name.removeprefix("buffer/"): t for name, t in cut.tensors.items() if name.startswith("buffer/")}
-    parts = from_parts(tensors, kept["meta"]).split(kept["groups"]) if kept["groups"] else []
-    groups = [group_of(int(part["group"][0]), part, settings) for part in parts]
-    return Progress.of(cut.values), groups

@@ -30,13 +30,14 @@ from meshloom.loop.control import ControlLoop
 from meshloom.loop.critic_role import build_critic, critic_model_settings
 from meshloom.loop.environments import open_environments, open_scorer, run_prompts, unseen_tools
 from meshloom.loop.episodes import Environments
+from meshloom.loop.groups import standing
 from meshloom.loop.isolation import check_isolation, tell_isolation
 from meshloom.loop.reference_role import build_reference
 from meshloom.loop.replay import dump_samples, saved_jobs, schedule_of
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.reward_models import Models
 from meshloom.loop.rewarding import load_reward_models
-from meshloom.loop.rl import RLStage, Roles, standing
+from meshloom.loop.rl import RLStage, Roles
 from meshloom.loop.saved_samples import read_saved
 from meshloom.loop.session import read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
