@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
-def completion(text: str, prompt_tokens: int = 10, completion_tokens: int = 4) -> dict[str, Any]:
+def completion(text: str | None, prompt_tokens: int = 10, completion_tokens: int = 4) -> dict[str, Any]:
     """A reply as the service gives it."""
     return {
         "choices": [{"message": {"role": "assistant", "content": text}}],

@@ -21,7 +21,7 @@ from meshloom.rewards.judge import Judge, seconds_to_wait
 from meshloom.rewards.judging import Question, read_number
 from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
 from meshloom.rewards.replies import KeptReplies, Reply
-from tests.judge_service import Service, answer, judge_service
+from tests.judge_service import Service, answer, completion, judge_service
 from tests.lesson_runs import train_settings, write_inputs
 
 KEY = "sk-do-not-write-me"
@@ -279,6 +279,62 @@ def test_a_key_that_is_not_set_is_refused_at_start(service: Service, monkeypatch
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(UserError, match="JUDGE_KEY is not set"):
         judged(service, api_key_variable="JUDGE_KEY")
+
+
+@pytest.mark.parametrize("around", ["{}\r", "{}\r\n", " {}\n"])
+def test_white_space_around_a_key_is_none_of_it(service: Service, monkeypatch: pytest.MonkeyPatch, around: str) -> None:
+    """The key of a file with a line end was in each sample's reason: no header may have one."""
+    monkeypatch.setenv("JUDGE_KEY", around.format(KEY))
+    rewards, _ = judged(service, api_key_variable="JUDGE_KEY")
+    assert service.asked[0].key == f"Bearer {KEY}"
+    assert rewards[0].value == 0.5
+
+
+@pytest.mark.parametrize("key", ["sk-a\nsk-b", "sk-ä", "sk a", "sk\x7f"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(
+    service: Service, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(UserError, match="JUDGE_KEY holds no key") as caught:
+        judged(service, api_key_variable="JUDGE_KEY")
+    assert "sk" not in str(caught.value)
+    monkeypatch.setenv("JUDGE_KEY", " \n")
+    with pytest.raises(UserError, match="JUDGE_KEY is not set"):
+        judged(service, api_key_variable="JUDGE_KEY")
+
+
+@pytest.mark.parametrize("key", [KEY, 'sk-with"and\\'])
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize("before", range(280, 301, 4))
+def test_no_part_of_a_key_is_shown_where_a_reply_is_cut(
+    service: Service, monkeypatch: pytest.MonkeyPatch, key: str, status: int, before: int
+) -> None:
+    """A key over the end of what is shown stood there without its last letters."""
+    monkeypatch.setenv("JUDGE_KEY", key)
+    service.act = lambda handler, number: answer(handler, status, b"." * before + json.dumps(key).encode())
+    rewards, _ = judged(service, api_key_variable="JUDGE_KEY", retries=0)
+    assert rewards[0].reason is InvalidReason.SERVICE and "..." in rewards[0].detail
+    assert "sk" not in rewards[0].detail
+
+
+def test_a_judge_that_writes_the_key_writes_it_nowhere(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    service.text = lambda body: f"you sent {KEY}"
+    rewards, _ = judged(service, api_key_variable="JUDGE_KEY")
+    assert rewards[0].reason is InvalidReason.NO_ANSWER and "you sent ***" in rewards[0].detail
+
+
+@pytest.mark.parametrize("content", [None, "", "I cannot say"])
+def test_a_reply_without_a_number_is_not_kept(service: Service, tmp_path: Path, content: str | None) -> None:
+    """It was, and no later run could ask again."""
+    service.act = lambda handler, number: number == 0 and answer(handler, 200, json.dumps(completion(content)).encode())
+    file = tmp_path / "replies.sqlite"
+    first, _ = judged(service, kept=file, use_cache=True)
+    again, counts = judged(service, kept=file, use_cache=True)
+    assert first[0].reason is InvalidReason.NO_ANSWER
+    assert (again[0].value, counts["requests"]) == (0.5, 1.0)
+    third, counts = judged(service, kept=file, use_cache=True)
+    assert (third[0].value, counts["requests"]) == (0.5, 0.0)
 
 
 def test_a_template_that_fails_on_a_sample_makes_it_invalid(service: Service) -> None:

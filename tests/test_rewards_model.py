@@ -1,12 +1,15 @@
 """Reward models: what they read, what they give, and the runs that ask them."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from meshloom.config.errors import UserError
@@ -93,6 +96,28 @@ def test_a_score_is_what_transformers_gives_for_chat_text_or_tokens(inputs: Path
         }.get(kind) or tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
         with torch.no_grad():
             assert score == pytest.approx(float(model(input_ids=torch.tensor([ids])).logits), abs=1e-5)
+
+
+def test_a_prompt_with_a_begin_token_is_read_with_one(inputs: Path, tmp_path: Path) -> None:
+    """The tokenizer put another before it."""
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    begin = "<|im_start|>"
+    tokenizer.bos_token = begin
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, tokenizer.bos_token_id)]
+    )
+    shutil.copytree(inputs / "model", tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    write_reward_model(tmp_path / "judge", tmp_path / "model")
+    given = RewardModelSettings(path=str(tmp_path / "judge"), input="text")
+    reader = open_reader("quality", given, load_tokenizer(tmp_path / "model"))
+    request = request_of("it is 7", tmp_path / "model")
+    assert request.prompt.startswith(begin)
+    ids = tokenizer(request.prompt + request.response, add_special_tokens=False).input_ids
+    assert reader.read(request) == ids and ids.count(tokenizer.bos_token_id) == 2
+    plain = replace(request, prompt="3+4=")
+    assert reader.read(plain) == tokenizer("3+4=it is 7").input_ids
+    assert reader.read(plain)[0] == tokenizer.bos_token_id
 
 
 def test_an_input_that_is_too_long_is_invalid_or_loses_its_beginning(inputs: Path) -> None:

@@ -186,8 +186,12 @@ def _plain_ids(texts: list[str], tokenizer: "PreTrainedTokenizerBase") -> list[l
     starts = [i for i in range(len(probe) - len(bare) + 1) if probe[i : i + len(bare)] == bare]
     behind = len(probe) - len(bare) - starts[0] if starts else 0
     whole = [ids[: len(ids) - behind] for ids in tokenizer(texts).input_ids]
-    begin = tokenizer.bos_token_id
-    return [ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids for ids in whole]
+    return [with_one_begin(ids, tokenizer.bos_token_id) for ids in whole]
+
+
+def with_one_begin(ids: list[int], begin: int | None) -> list[int]:
+    """Ids of a text that has its own begin token, without the one that the tokenizer put before it."""
+    return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
 
 
 def _uses_template(row: Row, tokenizer: "PreTrainedTokenizerBase", data: DataSettings) -> bool:

@@ -63,7 +63,8 @@ class Judge:
         kept: file of replies; none: no reply is kept.
 
     Raises:
-        UserError: if the key of the service is not in the environment, or the template cannot be read.
+        UserError: if the key of the service is not in the environment or cannot be in a header, or the template cannot be
+            read.
     """
 
     def __init__(self, name: str, settings: JudgeSettings, *, deadline_s: float, kept: Path | None) -> None:
@@ -91,15 +92,26 @@ class Judge:
         variable = self._settings.api_key_variable
         if variable is None:
             return ""
+        where = f"reward.components.{self._name}.judge.api_key_variable"
         try:
-            return secret(variable)
+            key = secret(variable).strip()
         except KeyError:
+            key = ""
+        if not key:
             raise UserError(
                 f"the environment variable {variable} is not set",
-                where=f"reward.components.{self._name}.judge.api_key_variable",
+                where=where,
                 why="it must hold the key of the judge's service",
                 fix=f"export {variable}=…",
-            ) from None
+            )
+        if not all("!" <= character <= "~" for character in key):
+            raise UserError(
+                f"the environment variable {variable} holds no key",
+                where=where,
+                why="it has a character that cannot be in a key: white space, a control character or one outside of ASCII",
+                fix=f"export {variable}=… as the service gave it",
+            )
+        return key
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -193,7 +205,7 @@ class Judge:
             async with asyncio.timeout(self._deadline_s):
                 reply = await self._ask(body)
         self._count(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
-        if self._kept is not None:
+        if self._kept is not None and read_number(reply.text, self._settings).valid:
             await self._loop.run_in_executor(self._disk, self._kept.put, question, reply)
         return reply
 
@@ -247,6 +259,8 @@ class Judge:
             if not limit.expired():  # the sample's own time is over
                 raise
             raise Failed(f"no reply within {deadline_s:g} s", again=True) from None
+        except httpx2.LocalProtocolError:  # its text may quote headers
+            raise Failed("LocalProtocolError: the request cannot be sent", again=True) from None
         except (httpx2.HTTPError, httpx2.StreamError) as error:
             raise Failed(self._clean(f"{type(error).__name__}: {error}"), again=True) from None
         except httpx2.InvalidURL as error:
@@ -265,13 +279,20 @@ class Judge:
             usage = told.get("usage") or {}
             prompt, completion = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-            shown = self._clean(data[:_SHOWN].decode("utf-8", "replace"))
+            shown = self._clean(data.decode("utf-8", "replace"))
             raise Failed(f"a reply that is no chat completion ({type(error).__name__}): {shown}", again=True) from None
-        return Reply(text=text if isinstance(text, str) else "", prompt_tokens=prompt, completion_tokens=completion)
+        text = self._without_key(text) if isinstance(text, str) else ""
+        return Reply(text=text, prompt_tokens=prompt, completion_tokens=completion)
 
     def _clean(self, text: str) -> str:
         """A service's words without its key, should it repeat it, and no more of them than can be read."""
-        return (text.replace(self._key, "***") if self._key else text)[:_SHOWN]
+        return self._without_key(text)[:_SHOWN]
+
+    def _without_key(self, text: str) -> str:
+        """A text with stars for the key, as it is and as JSON or Python would quote it."""
+        for form in {self._key, json.dumps(self._key)[1:-1], repr(self._key)[1:-1]} if self._key else ():
+            text = text.replace(form, "***")
+        return text
 
     def _count(self, **more: int) -> None:
         with self._counting:

@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from meshloom.config.errors import UserError
 from meshloom.config.reward_settings import RewardModelSettings
+from meshloom.data.prompts import with_one_begin
 from meshloom.plan.reward_checks import read_reward_folder
 from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
 
@@ -65,7 +66,9 @@ class Reader:
         if self.tokenizer is None:
             return [*request.prompt_ids, *request.response_ids]
         if not self.by_template:
-            return list(self.tokenizer(request.prompt + request.response).input_ids)
+            # The prompt is read with the special tokens it has: its begin token is one already.
+            ids = list(self.tokenizer(request.prompt + request.response).input_ids)
+            return with_one_begin(ids, self.tokenizer.bos_token_id)
         chat = [*request.chat, {"role": "assistant", "content": request.response}]
         try:
             found: Any = self.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)
