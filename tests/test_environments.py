@@ -204,6 +204,19 @@ def test_calls_are_found_in_each_format() -> None:
         by_pattern(r"(?P<arguments>.*)", None)
 
 
+@pytest.mark.parametrize("deep", ["[" * 100_000, '{"a":' * 100_000])
+def test_a_call_that_is_nested_too_deeply_is_one_that_cannot_be_read(folder: Path, deep: str) -> None:
+    """It made its episode invalid, as if the environment had failed."""
+    for found in (hermes(f"<tool_call>{deep}</tool_call>"), llama3_json('{"name": "add", "parameters": ' + deep)):
+        assert len(found) == 1 and found[0].error.startswith("the call is not valid JSON")
+    assert by_pattern(r"CALL (?P<arguments>.*)", "add")(f"CALL {deep}")[0].arguments == deep
+    settings = tool_settings(folder, "add")
+    answer = ToolBox(settings, [read_code(each, "environment.tools") for each in settings.tools]).answer(
+        f"<tool_call>{deep}</tool_call>", 0
+    )
+    assert (answer.tools.calls, answer.tools.errors) == (1, 1)
+
+
 def tool_settings(folder: Path, *names: str, **more) -> EnvironmentSettings:
     tools = tuple(f"{folder}/tools.py:{name}" for name in names)
     return EnvironmentSettings(**{"tools": tools, "workers": 1, "step_deadline_s": 3.0} | more)

@@ -19,7 +19,7 @@ class GymEnvironment:
     ``reset`` gives an observation, or it with an info; ``step`` gives (observation, reward, terminated, truncated, info), or
     (observation, reward, done, info), or one object with ``observation``, ``reward`` and ``done``. An observation is a text, a
     chat, or what ``str`` makes of it. ``reset`` is given ``seed`` and ``options`` (the row: prompt, answer, extra) as far as it
-    takes them. Numbers of an info are logged. All methods may be ``async``.
+    takes them. Finite numbers of an info are logged. All methods may be ``async``; ``close`` may be missing.
 
     Args:
         env: the environment.
@@ -40,12 +40,17 @@ class GymEnvironment:
         result = await _awaited(self._env.step(turn.text))
         if not isinstance(result, tuple):
             result = (_part(result, "observation", ""), _part(result, "reward", None), _part(result, "done", False), {})
+        elif len(result) not in (4, 5):
+            raise ValueError(
+                f"step gave {len(result)} values; it gives (observation, reward, terminated, truncated, info) or "
+                "(observation, reward, done, info)"
+            )
         shown, reward, *ends, info = result
         return Observation(messages=_messages(shown), reward=reward, done=any(ends), numbers=_numbers(info))
 
     async def close(self) -> None:
-        if callable(close := vars(type(self._env)).get("close")):
-            await _awaited(close(self._env))
+        if hasattr(self._env, "close"):
+            await _awaited(self._env.close())
 
 
 async def _awaited(value: Any) -> Any:
@@ -75,7 +80,7 @@ def _messages(shown: Any) -> tuple[dict[str, Any], ...] | str:
 def _numbers(info: Any) -> dict[str, float]:
     if not isinstance(info, Mapping):
         return {}
-    return {str(k): float(v) for k, v in info.items() if isinstance(v, int | float)}
+    return {str(name): value for name, value in info.items() if isinstance(value, int | float)}
 
 
 class ReasoningGym:

@@ -60,7 +60,7 @@ class Observation:
         reward: for the turn that was answered; none: nothing is said about it. A sample's reward is the sum of what its turns
             got, and of the reward function's number where there is one.
         done: the episode is over; ``messages`` are then not shown.
-        numbers: logged as ``environment/<name>``, the last value of each episode.
+        numbers: logged as ``environment/<name>``, the last value of each episode; what is not finite is left out.
     """
 
     messages: tuple[Message, ...] | str = ()

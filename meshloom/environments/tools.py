@@ -90,7 +90,7 @@ def by_pattern(pattern: str, only_tool: str | None) -> Parser:
 def _object_or_text(text: str) -> Mapping[str, Any] | str:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # deep nesting is the latter
         return text
     return value if isinstance(value, dict) else text
 
@@ -98,7 +98,7 @@ def _object_or_text(text: str) -> Mapping[str, Any] | str:
 def _from_json(text: str, key: str) -> Call:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Call(error=f"the call is not valid JSON: {error}")
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call(error='the call is not an object with a "name"')

@@ -17,8 +17,9 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from meshloom.config.episode_settings import EnvironmentSettings
@@ -132,7 +133,7 @@ def as_answer(result: Any, *, first: bool) -> Answer:
         messages=_as_messages(result.messages),
         reward=None if result.reward is None else _finite("reward", result.reward),
         done=bool(result.done),
-        numbers={str(name)[:100]: _finite(name, value) for name, value in list(result.numbers.items())[:64]},
+        numbers=dict(islice(_finite_numbers(result.numbers), 64)),
     )
     if (first or not answer.done) and not answer.messages:
         raise ValueError("an observation without messages, though the episode is not done")
@@ -150,6 +151,17 @@ def _as_messages(messages: Sequence[Any] | str) -> tuple[Message, ...]:
         if message["role"] == "assistant":
             raise ValueError("an observation cannot have a message of the assistant: the model speaks for itself")
     return tuple(dict(message) for message in messages)
+
+
+def _finite_numbers(numbers: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
+    """What of the numbers can be logged: one that is not finite costs no episode."""
+    for name, value in numbers.items():
+        try:
+            number = float(value)
+        except OverflowError:
+            continue
+        if math.isfinite(number):
+            yield str(name)[:100], number
 
 
 def _finite(name: str, value: Any) -> float:
