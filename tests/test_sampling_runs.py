@@ -144,6 +144,21 @@ def test_the_penalty_of_overlong_responses_is_no_spread(inputs: Path) -> None:
     assert spread_of(right, by_number) is Spread.ALL_RIGHT
 
 
+@pytest.mark.parametrize("reward", [-1.0, 0.3])
+def test_rounding_is_no_spread(inputs: Path, reward: float) -> None:
+    """(-1 - 0.13) + 0.13 is not -1: groups that are all wrong were trained on, groups that are all right were called wrong."""
+    settings = train_settings(
+        inputs, inputs / "none", "reward.overlong.buffer_tokens=100", "validation.success_threshold=0.3"
+    )
+    penalties = [-0.01 * tokens for tokens in range(100)]
+    same = group([reward + penalty for penalty in penalties], [True] * 100, [0.0] * 100)
+    same.meta["parts"] = [{"function": reward, "overlong": penalty} for penalty in penalties]
+    assert len({float(total) - penalty for total, penalty in zip(same["reward"], penalties, strict=True)}) > 1
+    assert spread_of(same, settings) is (Spread.ALL_RIGHT if reward == 0.3 else Spread.ALL_WRONG)
+    near = group([1e-9, 1.1e-9], [True, True], [0.0, 0.0])
+    assert spread_of(near, train_settings(inputs, inputs / "none")) is Spread.SOME
+
+
 REMAX = ("algorithm.advantage=remax", "batch.steps=2", "checkpoint.every_steps=0")
 
 

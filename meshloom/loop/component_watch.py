@@ -13,6 +13,7 @@ import torch
 
 from meshloom.rewards.outcome import InvalidReason
 from meshloom.samples import Samples
+from meshloom.samples.episodes import joined
 
 ADVISE_AT, REPEAT_EVERY = 5, 50
 """Steps in a row after which the user is told of the same thing again."""
@@ -75,9 +76,11 @@ class ComponentNumbers:
 
 
 def component_numbers(batch: Samples, names: Sequence[str]) -> list[ComponentNumbers]:
-    """Each component over the samples of a step; none where samples do not say how their components went."""
+    """Each component over the samples of a step, of which an episode is one; none where samples do not say how their
+    components went."""
     if not names or "failed" not in batch.meta:
         return []
+    batch = joined(batch)
     groups, parts = batch["group"].tolist(), batch.meta["parts"]
     return [
         ComponentNumbers(

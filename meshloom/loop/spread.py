@@ -1,9 +1,11 @@
 """What dynamic sampling asks of a group, and what it tells the user.
 
 Owns: whether the rewards of a group differ, metrics and sentences about groups that were replaced. Refuses to know: which
-groups a step is trained on (``loop.sieve``). Always holds: an invalid reward is no reward of the group.
+groups a step is trained on (``loop.sieve``). Always holds: an invalid reward is no reward of the group; what
+differs by rounding only is the same.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ from meshloom.config.reward_settings import FUNCTION, OVERLONG
 from meshloom.config.settings import TrainSettings
 from meshloom.loop.stage import Sifted, Spread
 from meshloom.samples import Samples
+from meshloom.samples.episodes import joined
 
 REPEAT_EVERY = 10
 _REWARD = "reward"
@@ -24,6 +27,7 @@ def spread_of(group: Samples, settings: TrainSettings) -> Spread:
     Raises:
         RunFault: if the reward function returns no such number.
     """
+    group = joined(group)
     metric, solved_at = settings.algorithm.filter_groups.metric, settings.validation.success_threshold
     valid = [i for i, is_valid in enumerate(group["valid"].tolist()) if is_valid]
     if len(valid) < 2:
@@ -32,9 +36,15 @@ def spread_of(group: Samples, settings: TrainSettings) -> Spread:
     if settings.reward.overlong is not None:
         rewards = [reward - part.get(OVERLONG, 0.0) for reward, part in zip(rewards, group.meta["parts"], strict=True)]
     values = [rewards[i] if metric == _REWARD else _part(group, i, metric) for i in valid]
-    if min(values) != max(values):
+    lowest, highest = min(values), max(values)
+    if not _is_same(lowest, highest):
         return Spread.SOME
-    return Spread.ALL_RIGHT if values[0] >= solved_at else Spread.ALL_WRONG
+    return Spread.ALL_RIGHT if lowest >= solved_at or _is_same(lowest, solved_at) else Spread.ALL_WRONG
+
+
+def _is_same(one: float, other: float) -> bool:
+    """Whether two numbers differ by no more than rounding, which a penalty that is taken out again leaves."""
+    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def _part(group: Samples, sample: int, metric: str) -> float:

@@ -18,6 +18,7 @@ from meshloom.loop.component_watch import by_component
 from meshloom.loop.validate import length_metrics, verdict_counts
 from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples
+from meshloom.samples.episodes import joined
 from meshloom.train.model import TrainedModel
 
 ADVISE_AT, REPEAT_EVERY = 5, 50
@@ -30,6 +31,7 @@ def check_rewards(batch: Samples, settings: TrainSettings) -> None:
     Raises:
         RunFault: if too many rewards are invalid.
     """
+    batch = joined(batch)
     valid = batch["valid"]
     invalid_share = 1.0 - float(valid.double().mean())
     if invalid_share > settings.reward.max_invalid_share:
@@ -88,15 +90,17 @@ class SpreadWatch:
 
 
 def batch_metrics(batch: Samples, *, threshold: float, component: str | None = None) -> dict[str, float]:
-    """Rewards, lengths and groups of a step; a component that is named decides what is solved."""
+    """Rewards, lengths and groups of a step; a component that is named decides what is solved. An episode of several samples
+    counts once, but in ``samples`` and in lengths."""
+    sizes = {"samples": len(batch), **length_metrics(batch)}
+    batch = joined(batch)
     valid, reward = batch["valid"], batch["reward"]
     groups = batch["group"].unique()
     with_spread = batch["group"][has_spread(reward, batch["group"], valid)].unique()
     metrics = {
-        "samples": len(batch),
+        **sizes,
         **invalid_metrics(batch),
         "groups_without_spread": len(groups) - len(with_spread),
-        **length_metrics(batch),
     }
     if bool(valid.any()):
         values = reward[valid]

@@ -66,14 +66,15 @@ class Validator:
 def validation_metrics(samples: Samples, *, threshold: float, component: str | None = None) -> dict[str, float]:
     """Accuracy with its 95 % Wilson interval, mean@k and pass@k for more than one sample a prompt, reward, length.
 
-    The interval counts prompts, not samples: samples of one prompt are not independent. With a component, it decides what is
-    solved.
+    The interval counts prompts, not samples: samples of one prompt are not independent. An episode of several samples counts
+    once, but for lengths. With a component, it decides what is solved.
     """
+    lengths, samples = length_metrics(samples), joined(samples)
     mean = {"reward_mean": float(samples["reward"][samples["valid"]].mean())} if bool(samples["valid"].any()) else {}
     invalid = float((~samples["valid"]).sum())
     samples = by_component(samples, component)
     valid = samples["valid"]
-    metrics = {"reward_invalid": invalid, **length_metrics(samples), **mean, **verdict_counts(samples)}
+    metrics = {"reward_invalid": invalid, **lengths, **mean, **verdict_counts(samples)}
     if not bool(valid.any()):
         return metrics
     solved = (samples["reward"] >= threshold) & valid
