@@ -1,5 +1,6 @@
 """Episodes with an engine: what is trained on, what fails, and whole runs."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from meshloom.config.episode_settings import EnvironmentSettings
+from meshloom.config.errors import RunFault, UserError
 from meshloom.config.load import load_settings
 from meshloom.config.settings import AlgorithmSettings, EvalSettings, TrainSettings
 from meshloom.data.rows import Prompt, Row
@@ -17,11 +19,16 @@ from meshloom.environments.chat import ChatRenderer
 from meshloom.environments.pool import EnvironmentPool
 from meshloom.loop.build import build_actor, decoder, texts_decoder
 from meshloom.loop.collect import sample_records
+from meshloom.loop.component_watch import component_metrics
 from meshloom.loop.episodes import Environments, EpisodeCollector
 from meshloom.loop.evaluate import run_evaluation
 from meshloom.loop.objective import with_advantages
-from meshloom.loop.stage import Draw
+from meshloom.loop.saved_samples import read_saved
+from meshloom.loop.spread import spread_of
+from meshloom.loop.stage import Draw, Spread
+from meshloom.loop.step_metrics import batch_metrics, check_rewards
 from meshloom.loop.train import run_training
+from meshloom.loop.validate import validation_metrics
 from meshloom.observe.records import read_metrics, read_samples
 from meshloom.observe.timing import PhaseClock
 from meshloom.rewards.combined import Combination
@@ -181,6 +188,76 @@ def test_rewritten_history_is_refused_or_split(inputs: Path, pool: EnvironmentPo
     for group in (10, 12):
         of_group = [next(iter(found)) for (number, _), found in per_episode.items() if number == group]
         assert abs(sum(of_group)) < 1e-6, "an episode counts once in its group, however many samples it has"
+
+
+def test_an_episode_of_several_samples_counts_once(inputs: Path) -> None:
+    """Long episodes that were split weighed more in accuracy, reward and the share of invalid ones."""
+    rows = [(0, 0, 1.0, True), (0, 0, 1.0, True), (0, 0, 1.0, True), (0, 1, 0.0, True), (1, 0, 0.0, False)]
+    group, episode, reward, valid = zip(*rows, strict=True)
+    split = Samples(
+        torch.full((5,), 4),
+        {"ids": torch.zeros(20, dtype=torch.int64), "mask": torch.tensor([False, False, True, True] * 5)},
+        {
+            "group": torch.tensor(group),
+            "episode": torch.tensor(episode),
+            "reward": torch.tensor(reward, dtype=torch.float64),
+            "valid": torch.tensor(valid),
+            **{name: torch.ones(5, dtype=torch.int64) for name in ("turns", "tool_calls", "tool_errors")},
+        },
+        {
+            "finish": ["stop"] * 5,
+            "invalid": [None if ok else "environment_raised: x" for ok in valid],
+            "parts": [{"a": value} if ok else {} for value, ok in zip(reward, valid, strict=True)],
+            "failed": [{} if ok else {"a": "raised: x"} for ok in valid],
+        },
+    )
+    found = validation_metrics(split, threshold=1.0)
+    assert (found["accuracy"], found["reward_mean"], found["reward_invalid"]) == (0.5, 0.5, 1.0)
+    assert (found["response_tokens_mean"], found["episodes"]) == (2.0, 3.0)
+    step = batch_metrics(split, threshold=1.0)
+    assert (step["solved_share"], step["reward_mean"], step["reward_invalid"], step["reward/a"]) == (0.5, 0.5, 1.0, 0.5)
+    assert (step["samples"], step["reward_invalid/environment_raised"]) == (5, 1.0)
+    assert component_metrics(split, ("a",))["reward/a"] == 0.5
+    assert component_metrics(split, ("a",))["reward/a/invalid_share"] == pytest.approx(1 / 3)
+    settings = train_settings(inputs, inputs / "none", "reward.max_invalid_share=0.3")
+    with pytest.raises(RunFault, match="33% of this step's rewards are invalid"):
+        check_rewards(split, settings)
+    assert spread_of(split.select([0, 1, 2]), settings) is Spread.TOO_FEW
+
+
+def test_records_of_an_episode_say_what_trains_again_without_log_probs(inputs: Path, pool: EnvironmentPool) -> None:
+    """A file without them had no rewards of turns, and took each sample of an episode for one of its own."""
+    samples = collected(inputs, pool, [0, 2], template=STRIPPING, rewritten_history="split")
+    prompts = [Prompt(row=Row(index=n, prompt="", extra={}), ids=[1], text="") for n in range(10)]
+    records = sample_records(samples, prompts, step=1, kind="train")
+    assert [record["episode"] for record in records] == samples["episode"].tolist()
+    for record, rewards, mask in zip(records, samples.column("turn_reward"), samples.column("mask"), strict=True):
+        assert record.get("turn_rewards", [0.0]) == rewards[len(record["prompt_ids"]) :].tolist() or not rewards.any()
+        assert sum(stop - start for start, stop in record["own"]) == int(mask.sum())
+    assert any("turn_rewards" in record for record in records)
+    assert "logprobs" not in records[0]
+
+
+def test_episodes_of_a_file_are_compared_with_their_text(inputs: Path, pool: EnvironmentPool, tmp_path: Path) -> None:
+    """They were not: a file of another tokenizer was trained on."""
+    samples = collected(inputs, pool, [0, 2], template=STRIPPING, rewritten_history="split")
+    prompts = [Prompt(row=Row(index=n, prompt="", extra={}), ids=[1], text="") for n in range(10)]
+    records = sample_records(samples, prompts, step=1, kind="train")
+    file = tmp_path / "samples.jsonl"
+    shape = ("batch.samples_per_prompt=3", "batch.prompts_per_step=2", "batch.prompts_per_update=2")
+    longest = ("data.max_prompt_tokens=400", "rollout.max_response_tokens=400", "batch.tokens_per_microbatch=900")
+    settings = train_settings(inputs, tmp_path / "run", *shape, *longest, f"rollout.from_samples={file}")
+    decode = texts_decoder(AutoTokenizer.from_pretrained(inputs / "model"))
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    saved = read_saved(settings, decode)
+    assert saved is not None
+    again = concat(saved.steps[0])
+    assert torch.equal(again["turn_reward"], samples["turn_reward"]) and torch.equal(again["mask"], samples["mask"])
+    assert again["episode"].tolist() == samples["episode"].tolist()
+    other = [{**record, "response": record["response"] + "?"} for record in records]
+    file.write_text("".join(json.dumps(record) + "\n" for record in other))
+    with pytest.raises(UserError, match="not its text"):
+        read_saved(settings, decode)
 
 
 def tool_run(inputs: Path, run_dir: Path, *changes: str) -> Path:

@@ -104,6 +104,44 @@ def test_rollout_writes_the_samples_that_a_run_begins_with(inputs: Path, sampled
     assert len(read_metrics(tmp_path / "unused")) == 2
 
 
+def rollout(inputs: Path, folder: Path, *changes: str) -> Path:
+    """Samples without training."""
+    settings = train_settings(inputs, folder / "unused", *BRIEF, "batch.steps=1", *changes)
+    folder.mkdir(exist_ok=True)
+    (folder / "run.yaml").write_text(dump_yaml(settings))
+    assert main(["rollout", str(folder / "run.yaml"), "--out", str(folder / "made")]) == 0
+    return folder / "made"
+
+
+def test_rollout_tells_of_its_rewards_as_training_does(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "same.py").write_text("def score(request):\n    return 1.0\n")
+    parts = ("reward.function=null", f"reward.components.task.function={tmp_path}/same.py:score")
+    made = rollout(inputs, tmp_path, *parts)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the reward task is the same, 1, for all 12 samples" in said
+    assert "no group has any spread of rewards" in said
+    metrics = read_metrics(made)[0]["metrics"]
+    assert (metrics["reward/task"], metrics["reward/task/invalid_share"]) == (1.0, 0.0)
+    assert (metrics["prompts_dropped"], metrics["prompts_retried"]) == (0, 0)
+
+
+def test_rollout_ends_where_training_would(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rewards that all failed, and steps without a sample, ended well."""
+    (tmp_path / "bad.py").write_text("def score(request):\n    raise ValueError('no')\n")
+    for name, change, said in (
+        ("bad", f"reward.function={tmp_path}/bad.py:score", "100% of this step's rewards are invalid"),
+        ("late", "rollout.deadline_s=1e-9", "no group of this step was finished"),
+    ):
+        (tmp_path / f"{name}.yaml").write_text(
+            dump_yaml(train_settings(inputs, tmp_path / "unused", *BRIEF, "batch.steps=1", change))
+        )
+        assert main(["rollout", str(tmp_path / f"{name}.yaml"), "--out", str(tmp_path / name)]) == 3
+        shown = capsys.readouterr()
+        assert said in " ".join((shown.out + shown.err).split())
+
+
 def records(run_dir: Path) -> list[dict[str, Any]]:
     return read_samples(run_dir)
 
@@ -120,6 +158,8 @@ def _set(number: int, name: str, value: Any) -> Callable[[list[dict[str, Any]]],
 BROKEN = {
     "a column is missing": (_set(3, "response_ids", None), ":3", "response_ids: Input should be a valid array"),
     "a reward is text": (_set(2, "reward", "good"), ":2", "reward: Input should be a valid number"),
+    "a reward is no number": (_set(5, "reward", float("nan")), ":5", "reward: Input should be a finite number"),
+    "a part is no number": (_set(5, "parts", {"a": float("inf")}), ":5", "parts.a: Input should be a finite number"),
     "log-probs are too few": (_set(4, "logprobs", [0.0]), ":4", "logprobs has 1 numbers"),
     "a sample is missing": (lambda lines: lines[1:], ":1", "has 2 samples, batch.samples_per_prompt is 3"),
     "prompts differ": (_set(2, "prompt_ids", [5]), ":2", "have different prompts"),

@@ -19,7 +19,7 @@ from meshloom.data.rows import Prompt
 from meshloom.loop.baseline import GreedySample, greedy_record, with_baseline
 from meshloom.loop.control import tried_twice
 from meshloom.loop.stage import Attempt, Collected, Draw
-from meshloom.loop.token_columns import stretches, token_columns
+from meshloom.loop.token_columns import episode_columns, token_columns
 from meshloom.observe.timing import PhaseClock
 from meshloom.plan.residency import Phase
 from meshloom.rewards.combined import Scorer, Scoring
@@ -292,7 +292,7 @@ def sample_records(
                 **({"failed": failed[i]} if failed[i] else {}),
                 **({"remark": remarks[i]} if remarks[i] else {}),
                 **(token_columns(samples, i, own) if exact else {}),
-                **episode_fields(samples, i, mask[own:]),
+                **episode_fields(samples, i, own),
             }
         )
     return records
@@ -302,9 +302,9 @@ def _range(versions: torch.Tensor) -> list[int]:
     return [int(versions.min()), int(versions.max())]
 
 
-def episode_fields(samples: Samples, i: int, mask: torch.Tensor) -> dict[str, Any]:
-    """What a record has besides where a sample is an episode: its messages, and where its tokens are the model's own."""
+def episode_fields(samples: Samples, i: int, prompt_tokens: int) -> dict[str, Any]:
+    """What a record has besides where a sample is an episode: its messages, and what its tokens are."""
     if "messages" not in samples.meta:
         return {}
     counts = {name: int(samples.rows[name][i]) for name in ("turns", "tool_calls", "tool_errors")}
-    return {"messages": samples.meta["messages"][i], "own": stretches(mask), **counts}
+    return {"messages": samples.meta["messages"][i], **episode_columns(samples, i, prompt_tokens), **counts}

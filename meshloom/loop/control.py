@@ -54,6 +54,16 @@ def tried_twice(
     return Collected(in_order, tuple(dropped), retried=len(first.unfinished))
 
 
+def nothing_finished(dropped: int, deadline_s: float) -> RunFault:
+    """What ends a run one of whose steps has no group: so many prompts were given up."""
+    return RunFault(
+        "no group of this step was finished",
+        where="rollout.deadline_s",
+        why=f"{dropped} prompts ran out of {deadline_s:g} s twice",
+        fix="a longer deadline, shorter responses, or fewer prompts a step",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The numbers of a run that the control goes by.
@@ -211,12 +221,7 @@ class ControlLoop:
 
     def _require_any(self, has_any: bool) -> None:
         if not has_any:
-            raise RunFault(
-                "no group of this step was finished",
-                where="rollout.deadline_s",
-                why=f"{self.dropped} prompts ran out of {self.schedule.deadline_s:g} s twice",
-                fix="a longer deadline, shorter responses, or fewer prompts a step",
-            )
+            raise nothing_finished(self.dropped, self.schedule.deadline_s)
 
     def train(self) -> None:
         """A step on the groups that wait for it: new weights, and the engines have them."""

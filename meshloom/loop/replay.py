@@ -8,16 +8,14 @@ settings and a lag of 0, makes the same weights.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from meshloom.config.reward_settings import solving_component
 from meshloom.config.settings import TrainSettings
 from meshloom.data.order import PromptOrder
 from meshloom.loop.collect import sample_records
-from meshloom.loop.control import Schedule, tried_twice
+from meshloom.loop.control import Schedule, nothing_finished, tried_twice
 from meshloom.loop.groups import group_of
 from meshloom.loop.rl import RLStage
 from meshloom.loop.saved_samples import SavedSamples
-from meshloom.loop.stage import Attempt, Draw, Group
-from meshloom.loop.step_metrics import batch_metrics
+from meshloom.loop.stage import Attempt, Collected, Draw, Group
 from meshloom.samples import Samples, concat
 
 
@@ -70,6 +68,9 @@ def dump_samples(stage: RLStage, order: PromptOrder, steps: int) -> bool:
     """Generate and score the prompts of so many steps, with the weights as they are; whether the last was reached.
 
     The draws of a step are those of a run that trains with a lag of 0, so its first step has the same samples.
+
+    Raises:
+        RunFault: as training: if no group of a step was finished, or too many rewards are invalid.
     """
     prompts = stage.settings.batch.prompts_per_step
     for step in range(1, steps + 1):
@@ -79,16 +80,18 @@ def dump_samples(stage: RLStage, order: PromptOrder, steps: int) -> bool:
         found = tried_twice(
             draws, stage.begin_rollout(draws, 0).collect(), lambda again: stage.begin_rollout(again, 0).collect()
         )
-        stage.step = step
-        if found.groups:
-            _write(stage, concat([group.content for group in found.groups]), step, len(found.dropped))
+        if not found.groups:
+            raise nothing_finished(len(found.dropped), stage.settings.rollout.deadline_s)
+        _write(stage, found, step)
     return True
 
 
-def _write(stage: RLStage, batch: Samples, step: int, dropped: int) -> None:
-    validation = stage.settings.validation
-    solving = solving_component(stage.settings.reward, validation.success_component)
-    metrics = batch_metrics(batch, threshold=validation.success_threshold, component=solving)
-    stage.session.log("train", {**metrics, "prompts_dropped": dropped}, step=step)
+def _write(stage: RLStage, found: Collected[Group[Samples]], step: int) -> None:
+    """Look at the samples of a step, and write them."""
+    batch = concat([group.content for group in found.groups])
+    stage.look(batch)
+    stage.step = step
+    counts = {"prompts_retried": found.retried, "prompts_dropped": len(found.dropped)}
+    stage.session.log("train", stage.rollout_metrics(batch) | counts, step=step)
     prompts = stage.roles.collector.prompts
     stage.session.log_samples(lambda: sample_records(batch, prompts, step=step, kind="train", exact=True))

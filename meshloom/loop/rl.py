@@ -166,9 +166,7 @@ class RLStage:
         """Log-probs and values where the algorithm needs them before the update, and advantages."""
         self.roles.engine.sleep()
         batch = concat([group.content for group in groups])
-        self.components.look(batch)
-        check_rewards(batch, self.settings)
-        self.spread.look(batch)
+        self.look(batch)
         algorithm, temperature = self.settings.algorithm, self.settings.rollout.sampling.temperature
         # A file need not say what the sampler thought; then the samples are taken to be the present policy's.
         needs_old = computes_old_logprobs(self.settings) or "sampler_logprob" not in batch.tokens
@@ -203,6 +201,24 @@ class RLStage:
         if rejection_metrics(batch).get("rejected_share") == 1.0:
             self.session.display.notice("warning: the correction rejects every token; this step teaches nothing")
         return batch
+
+    def look(self, batch: Samples) -> None:
+        """Tell of rewards that teach nothing.
+
+        Raises:
+            RunFault: if too many of them are invalid.
+        """
+        self.components.look(batch)
+        check_rewards(batch, self.settings)
+        self.spread.look(batch)
+
+    def rollout_metrics(self, batch: Samples) -> dict[str, float]:
+        """What the samples of a step are, and what their rewards took."""
+        validation = self.settings.validation
+        solving = solving_component(self.settings.reward, validation.success_component)
+        metrics = batch_metrics(batch, threshold=validation.success_threshold, component=solving)
+        metrics |= component_metrics(batch, self.components.names) | self.roles.collector.scorer.take_counts()
+        return metrics | baseline_metrics(batch)
 
     def refresh_reference(self) -> None:
         """Let the reference take the actor's weights, if that is due after the step before this one."""
@@ -272,14 +288,7 @@ class RLStage:
         """Write what the step was."""
         self.step = done.step
         batch, steps = done.batch, done.learned.steps
-        validation = self.settings.validation
-        metrics = batch_metrics(
-            batch,
-            threshold=validation.success_threshold,
-            component=solving_component(self.settings.reward, validation.success_component),
-        )
-        metrics |= component_metrics(batch, self.components.names) | self.roles.collector.scorer.take_counts()
-        metrics |= baseline_metrics(batch)
+        metrics = self.rollout_metrics(batch)
         if steps:
             metrics |= update_metrics(done.learned.updates)
             metrics["grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)

@@ -33,7 +33,7 @@ _OF_EPISODES = ("episode", "turns", "tool_calls", "tool_errors")
 class SavedRecord(BaseModel):
     """A line of the file, as far as training reads it. What has a default may be left out."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     step: int
     kind: Literal["train", "greedy"]
@@ -232,14 +232,13 @@ def _check_texts(
     file: Path, groups: dict[tuple[int, int], list[Line]], decode: Callable[[Sequence[Sequence[int]]], list[str]]
 ) -> None:
     """Refuse tokens of another tokenizer: some of the responses must be the text that stands beside them."""
-    lines = [line for of_group in groups.values() for line in of_group]
-    told = [line for line in lines if line.record.response is not None and line.record.own is None]
+    told = [(line, ids) for lines in groups.values() for line, ids in _told(lines)]
     some = told[:: max(1, len(told) // _TEXTS_CHECKED)]
     try:
-        texts = decode([line.record.response_ids for line in some])
+        texts = decode([ids for _, ids in some])
     except OverflowError as error:
         raise UserError("a token id is out of range", where=str(file), why=str(error)) from error
-    for line, text in zip(some, texts, strict=True):
+    for (line, _), text in zip(some, texts, strict=True):
         if text != line.record.response:
             raise UserError(
                 "the tokens of a sample are not its text with the tokenizer of model.path",
@@ -247,6 +246,21 @@ def _check_texts(
                 why=f"they read {text[:40]!r}, the line says {(line.record.response or '')[:40]!r}",
                 fix="use the model whose tokenizer made the file",
             )
+
+
+def _told(lines: Sequence[Line]) -> Iterator[tuple[Line, list[int]]]:
+    """Lines of a group that say what some tokens read, with these: the whole response, or an episode's last turn, which is in
+    its last sample."""
+    last = {line.record.episode: line for line in lines if line.record.own}
+    for line in lines:
+        record = line.record
+        if record.response is None:
+            continue
+        if record.own is None:
+            yield line, record.response_ids
+        elif record.episode is not None and last.get(record.episode) is line:
+            start, stop = record.own[-1]
+            yield line, record.response_ids[start:stop]
 
 
 def _prompt(record: SavedRecord) -> Prompt:

@@ -15,25 +15,36 @@ def token_columns(samples: Samples, sample: int, prompt_tokens: int) -> dict[str
     """Columns of a sample's response.
 
     ``logprobs``: log-probability of each token where it was sampled. ``token_versions``: of the weights that sampled each,
-    where they differ. ``own``: stretches (from, to) of tokens that are the model's own, where not all are. Of episodes:
-    ``episode``, which of its draw, and ``turn_rewards``, where a turn had one.
+    where they differ. ``own``: stretches (from, to) of tokens that are the model's own, where not all are.
     """
-    stop = int(samples.lengths[: sample + 1].sum())
-    start = stop - int(samples.lengths[sample]) + prompt_tokens
+    start, stop = _of_response(samples, sample, prompt_tokens)
     mask, versions = samples["mask"][start:stop], samples["version"][start:stop]
     found: dict[str, Any] = {}
     if "sampler_logprob" in samples.tokens:
         found["logprobs"] = [float(f"{value:.9g}") for value in samples["sampler_logprob"][start:stop].tolist()]
     if bool((versions != versions[0]).any()):
         found["token_versions"] = versions.tolist()
-    if "episode" in samples.rows:
-        found["episode"] = int(samples["episode"][sample])
-        rewards = samples["turn_reward"][start:stop]
-        if bool(rewards.any()):
-            found["turn_rewards"] = rewards.tolist()
     if not bool(mask.all()):
         found["own"] = stretches(mask)
     return found
+
+
+def episode_columns(samples: Samples, sample: int, prompt_tokens: int) -> dict[str, Any]:
+    """What a sample's response has besides where samples are episodes.
+
+    ``episode``: which of its draw. ``own``: as of ``token_columns``, always. ``turn_rewards``: of each token, where a turn had
+    one.
+    """
+    start, stop = _of_response(samples, sample, prompt_tokens)
+    rewards = samples["turn_reward"][start:stop]
+    found = {"episode": int(samples["episode"][sample]), "own": stretches(samples["mask"][start:stop])}
+    return found | ({"turn_rewards": rewards.tolist()} if bool(rewards.any()) else {})
+
+
+def _of_response(samples: Samples, sample: int, prompt_tokens: int) -> tuple[int, int]:
+    """Where the tokens of a sample's response are in the columns."""
+    stop = int(samples.lengths[: sample + 1].sum())
+    return stop - int(samples.lengths[sample]) + prompt_tokens, stop
 
 
 def stretches(mask: torch.Tensor) -> list[tuple[int, int]]:
