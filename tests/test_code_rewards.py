@@ -267,6 +267,39 @@ def test_an_object_of_the_program_is_no_array_to_the_tests(judge: CodeJudge) -> 
     assert "dtype" in found["remark"]
 
 
+ALSO_TESTS = {
+    "a loop": ("assert f(1) == 1\nfor i in range(5):\n    assert f(i) == i * i", 0.5),
+    "a test that is called": ("assert f(1) == 1\ndef test_b():\n    assert f(2) == 4\ntest_b()", 0.5),
+    "a helper that asserts": (
+        "def same(a, b):\n    assert a == b\ndef all_same(a, b):\n    same(a, b)\nall_same(f(1), 1)\nsame(f(2), 4)",
+        0.5,
+    ),
+    "a statement that raises": ("assert f(1) == 1\nif f(2) != 4:\n    raise ValueError('wrong')", 0.5),
+    "an exit that fails": ("import sys\nassert f(1) == 1\nif f(2) != 4:\n    sys.exit(1)", 0.5),
+    "a block that expects an error": (
+        "assert f(1) == 1\ntry:\n    f('a')\n    assert False\nexcept TypeError:\n    pass",
+        0.5,
+    ),
+    "tests that unittest is to find": (
+        "import unittest\nclass T(unittest.TestCase):\n"
+        "    @classmethod\n    def setUpClass(cls):\n        cls.x = 1\n"
+        "    def test_a(self):\n        self.assertEqual(f(self.x), 1)\n"
+        "    def test_b(self):\n        self.assertEqual(f(2), 4)\n"
+        "unittest.main()\nif __name__ == '__main__':\n    assert f(2) == 4",
+        0.5,
+    ),
+    "an exit at the end": ("import sys\nassert f(1) == 1\nassert f(2) == 4\nsys.exit(0)", 0.5),
+}
+
+
+@pytest.mark.parametrize("form", ALSO_TESTS)
+def test_what_fails_outside_of_an_assert_counts_too(judge: CodeJudge, form: str) -> None:
+    """Only asserts at the top counted: a program that failed in a loop or in a called test had the full reward."""
+    tests, share = ALSO_TESTS[form]
+    assert judge.score(ask("def f(x): return x * x", tests))["score"] == 1
+    assert judge.score(ask("def f(x): return x", tests))["score"] == share
+
+
 def test_fake_verdicts_on_standard_output_are_output(judge: CodeJudge) -> None:
     assert judge.score(ask("print('passed')\nimport os\nos._exit(0)", PRINTS))["score"] == 0
 
@@ -296,6 +329,62 @@ def test_names_the_tests_use_are_their_own_first(judge: CodeJudge) -> None:
 def test_a_row_with_broken_tests_is_never_a_zero(judge: CodeJudge, answer: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         judge.score(ask("def f(x): return x", answer))
+
+
+CASE = "import decimal, unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        "
+FAULTS = {
+    "unittest swallows what cannot cross": (CASE + "self.assertEqual(f(decimal.Decimal(1)), 1)", "cannot cross"),
+    "so does the test": ("try:\n    f(print)\nexcept Exception:\n    pass\nassert f(1) == 2", "cannot cross"),
+    "a module that is missing in a check": (
+        "def check(c):\n    import no_such_module\n    assert c(1) == 1",
+        "no_such_module",
+    ),
+    "a module that is missing in a case": (CASE + "import no_such_module", "no_such_module"),
+    "a name that is missing": ("def g(x):\n    return nowhere(x)\ndef check(c):\n    assert c(1) == g(1)", "nowhere"),
+    "a name before it is given": ("def check(c):\n    assert c(1) == x\n    x = 1", "local variable 'x'"),
+    "too much memory": ("def check(c):\n    assert c(1) == 1 and bytearray(10**11)", "MemoryError"),
+    "a crash": ("import ctypes\ndef check(c):\n    assert c(1) == 1\n    ctypes.string_at(0)", "ended: signal"),
+    "too much time": ("def check(c):\n    assert c(1) == 1\n    while True: pass", "the tests themselves took"),
+    "too much time between calls": (
+        "import time\ndef check(c):\n    for i in range(50):\n        time.sleep(0.2)\n        assert c(i) == i",
+        "the tests themselves took",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_tests_that_fail_by_themselves_are_never_a_zero(hasty: CodeJudge, fault: str) -> None:
+    """A right program had a zero, and it was held to be valid."""
+    test, words = FAULTS[fault]
+    with pytest.raises(ValueError, match=words):
+        hasty.score(ask("def f(x): return x", {"entry_point": "f", "test": test}))
+
+
+WAYS_OUT = {
+    "a function that is not there": ("def g(x): return x", "assert f(1) == 1\nassert g(1) == 1"),
+    "nothing at all": ("x = 1", "assert f(1) == 1"),
+    "a class that the prompt names": ("def f(x): return x", "assert f(Pair(1, 2)).a == 2"),
+    "a large number": ("def f(x): return 10**12", "for _ in range(f(1)): pass\nassert f(1) == 1"),
+    "a large size": ("def f(x): return 10**12", "assert len([0] * f(1)) == 1"),
+    "sleep": ("import time\ndef f(x): time.sleep(60)", "import numpy\nassert f(1) == 1"),
+    "short sleeps": ("import time\ndef f(x): time.sleep(0.02)", "while f(1) != 1: pass\nassert f(1) == 1"),
+    "text that is no expression": ("def f(x): return 'foo'", "assert eval(f(1)) == 24"),
+    "text that is a large size": ("def f(x): return '[0] * 10**12'", "assert len(eval(f(1))) == 24"),
+    "an import error": ("def f(x): raise ImportError('numpy')", "assert f(1) == 1"),
+    "a name error": ("def f(x): return y", "assert f(1) == 1"),
+    "no memory": ("def f(x): raise MemoryError", "assert f(1) == 1"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_a_program_cannot_make_tests_look_broken(hasty: CodeJudge, way: str) -> None:
+    """Or it would choose not to be judged."""
+    program, test = WAYS_OUT[way]
+    request = ask(program, test)
+    named = RewardRequest(
+        response=request.response, answer=test, data_source="d", extra={}, prompt="Write f, g and Pair.", finish="stop"
+    )
+    assert hasty.score(named)["tests_passed"] < 1
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ sandbox or of the row raises, so that it becomes an invalid one.
 import json
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 from meshloom.config.code_settings import CodeSettings
 from meshloom.config.errors import UserError
+from meshloom.rewards.code.checked import read_verdicts, refuse_heavy_tests
 from meshloom.rewards.code.compare import same_output, same_value
 from meshloom.rewards.code.extract import defines, find_program
 from meshloom.rewards.code.tests import CallTest, CodeTests, ScriptTest, Tests, read_tests
@@ -85,18 +86,20 @@ class CodeJudge:
         program = found.source
         if tests.prefix and tests.entry_point and not defines(program, tests.entry_point):
             program = _joined(tests.prefix, program)
-        judgement = self.judge(program, tests)
+        judgement = self.judge(program, tests, f"{request.prompt}\n{tests.prefix}" if request.prompt else None)
         if not found.fenced and any(sign in judgement.finding.detail for sign in _NO_PYTHON):
             judgement = replace(judgement, finding=_NONE)
         return self._result(judgement)
 
-    def judge(self, program: str, tests: Tests) -> Judgement:
-        """Run a program against tests."""
+    def judge(self, program: str, tests: Tests, prompt: str | None = None) -> Judgement:
+        """Run a program against tests. A name that only the tests use, and that ``prompt`` does not say, is their fault."""
         until = time.monotonic() + self._budget_s
         source = program.encode("utf-8", "replace").decode()
         for attempt in range(_STARTS):
             try:
-                return self._by_code(source, tests.code, until) if tests.code else self._by_cases(source, tests, until)
+                if tests.code:
+                    return self._by_code(source, tests.code, until, prompt)
+                return self._by_cases(source, tests, until)
             except SandboxFault:
                 self.sandbox.close()
                 self.sandbox = Sandbox(self._settings.python, self._without)
@@ -179,7 +182,7 @@ class CodeJudge:
             return _wrong("what it returned cannot be read")
         return _wrong(f"it returned {_shown(value)}, not {_shown(case.alternatives[0])}")
 
-    def _by_code(self, program: str, code: CodeTests, until: float) -> Judgement:
+    def _by_code(self, program: str, code: CodeTests, until: float, prompt: str | None) -> Judgement:
         left = max(0.1, until - time.monotonic())
         limits = replace(self._limits, wall_s=min(self._limits.wall_s, left))
         checking = replace(limits, wall_s=limits.wall_s + 1, cpu_s=limits.wall_s + 1, memory_bytes=_CHECKER_BYTES)
@@ -194,7 +197,10 @@ class CodeJudge:
             served.close()
             raise
         ran, checked = self.sandbox.finish([served, checker])
-        total, passed, first = _read_verdicts(checked)
+        told = read_verdicts(checked, prompt)
+        total, passed, first = told.total, told.passed, told.first
+        if passed < total:
+            refuse_heavy_tests(ran, checked, told)
         trouble = failure(ran)
         if passed == total:
             finding = Finding(verdict=Verdict.PASSED)
@@ -205,33 +211,6 @@ class CodeJudge:
         if self._stops and passed < total:
             passed = min(passed, total - 1)
         return Judgement(passed=passed, total=total, finding=finding, cpu_s=ran.ending.cpu_s)
-
-
-def _read_verdicts(checked: Outcome) -> tuple[int, int, str]:
-    """Number of tests, of those that passed, and the first trouble.
-
-    Raises:
-        ValueError: if the tests themselves are broken.
-    """
-    total, passed, first = None, 0, ""
-    for line in _lines(checked.answer):
-        if "fault" in line:
-            raise ValueError(line["fault"])
-        if "tests" in line:
-            total = line["tests"]
-        passed += bool(line.get("ok"))
-        first = first or line.get("detail") or line.get("stopped") or ""
-    if total is None:
-        raise SandboxFault(f"the tests were not begun: {checked.complaint[-300:] or checked.ending}")
-    if total == 0:
-        raise ValueError("the test code has no assert at its top, no check and no test case")
-    return total, passed, first or "not all tests were reached"
-
-
-def _lines(data: bytes) -> Iterator[Mapping[str, Any]]:
-    for line in data.split(b"\n"):
-        if line:
-            yield json.loads(line)
 
 
 def _joined(prefix: str, program: str) -> str:

@@ -10,12 +10,16 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Any
 
 _HEADER = struct.Struct(">I")
 _MESSAGE_BYTES = 2**24
 _ITEMS = 100_000
 """How much of an endless iterator is read."""
+_LARGE = 100_000
+"""Of a number, or of parts of a value: from here on an answer may be what makes the tests long."""
+_TOLD_S = 0.1
 
 
 class ProgramGone(Exception):
@@ -169,10 +173,19 @@ class Served:
 
 
 class Program:
-    """The tests' side of the channel."""
+    """The tests' side of the channel.
 
-    def __init__(self, channel: int, errors: dict[str, type[BaseException]]) -> None:
-        self._channel, self._errors = channel, errors
+    Args:
+        channel: descriptor.
+        errors: classes of exceptions that the tests know.
+        tell: told ``waited_s`` as it grows, and ``large`` once, so that it is known however the tests end.
+    """
+
+    def __init__(self, channel: int, errors: dict[str, type[BaseException]], tell: Callable[..., None]) -> None:
+        self._channel, self._errors, self._tell = channel, errors, tell
+        self._told_s = 0.0
+        self.waited_s, self.large, self.fault = 0.0, False, ""
+        """Seconds spent on answers; whether one was large; why the tests do not fit any program."""
 
     def ask(self, verb: str, subject: Any, *arguments: Any) -> Any:
         """Ask, and wait for the answer.
@@ -181,12 +194,17 @@ class Program:
             ProgramGone: if the program has ended or answers nonsense; else what the program raised.
         """
         packed = [pack(one, self._number) for one in arguments]
+        began = monotonic()
         try:
             send(self._channel, [verb, subject, *packed])
             kind, first, second = receive(self._channel)
+            if not self.large and _is_large((first, second)):
+                self.note_large()
             value, after = (None, None) if kind == "error" else (self._unpack(first), self._unpack(second))
         except (EOFError, ValueError, OSError, RecursionError, KeyError, TypeError) as error:
             raise ProgramGone(f"the program gave no answer: {error}") from error
+        finally:
+            self._note_wait(monotonic() - began)
         if kind == "error":
             raise self._errors.get(str(first), RemoteError)(str(second))
         if verb == "call" and isinstance(after, list):
@@ -200,6 +218,18 @@ class Program:
     def find(self, name: str) -> Any:
         return self.ask("find", name)
 
+    def note_large(self) -> None:
+        """From now on answers may be what makes the tests long."""
+        if not self.large:
+            self.large = True
+            self._tell(large=True)
+
+    def _note_wait(self, seconds: float) -> None:
+        self.waited_s += seconds
+        if self.waited_s > self._told_s + _TOLD_S:
+            self._told_s = self.waited_s
+            self._tell(waited_s=self.waited_s)
+
     def _unpack(self, data: Any) -> Any:
         return unpack(data, self._remote)
 
@@ -209,7 +239,20 @@ class Program:
     def _number(self, value: Any) -> dict[str, int]:
         if isinstance(value, Remote):
             return {"h": value._number}
-        raise CannotCross(f"the tests pass a {type(value).__name__}, which cannot cross to the program")
+        self.fault = f"the tests pass a {type(value).__name__}, which cannot cross to the program"
+        raise CannotCross(self.fault)
+
+
+def _is_large(answer: Any) -> bool:
+    """Whether a packed value has a great number in it, or many parts."""
+    left, num_parts = [answer], 0
+    while left:
+        part = left.pop()
+        num_parts += len(part) if isinstance(part, str | list | tuple | dict) else 1
+        if num_parts > _LARGE or isinstance(part, int | float) and abs(part) > _LARGE:
+            return True
+        left += part if isinstance(part, list | tuple) else part.values() if isinstance(part, dict) else ()
+    return False
 
 
 def _take_over(before: Any, after: list[Any]) -> None:
