@@ -81,6 +81,13 @@ ORDINARY = {
     "numpy": "import numpy\nprint(numpy.arange(4).sum())",
     "threads": "import concurrent.futures as c\nwith c.ThreadPoolExecutor(2) as e: print(sum(e.map(int, '15')))",
     "processes": "import multiprocessing as m\nwith m.Pool(2) as p: print(sum(p.map(int, '15')))",
+    "values that processes share": (
+        "import multiprocessing as m\nv, a = m.Value('i', 0), m.RawArray('d', 10**5)\n"
+        "def f():\n v.value, a[9] = 5, 1\np = m.Process(target=f)\np.start()\np.join()\nprint(v.value + int(a[9]))"
+    ),
+    "private memory": (
+        "import mmap as m\na = m.mmap(-1, 4096, m.MAP_PRIVATE | m.MAP_ANONYMOUS)\na[:1] = b'6'\nprint(a[:1].decode())"
+    ),
     "commands": "import subprocess\nprint(subprocess.check_output(['echo', '6'], text=True))",
     "an event loop": "import asyncio\nasync def f(): print(6)\nasyncio.run(f())",
     "files of its own": "import tempfile\nwith tempfile.TemporaryFile('w+') as f:\n f.write('6')\n f.seek(0)\n print(f.read())",
@@ -118,6 +125,15 @@ MISDEEDS = {
         Verdict.PROCESS_LIMIT,
     ),
     "ten gigabytes": ("x = bytearray(10**10)\nprint('right')", Verdict.MEMORY_LIMIT),
+    "shared memory that no process holds": (
+        "import mmap\nkept = []\nfor _ in range(200):\n m = mmap.mmap(-1, 2**22)\n m.write(b'a' * 2**22)\n"
+        " m.madvise(mmap.MADV_DONTNEED)\n kept.append(m)\nprint('right')",
+        Verdict.FORBIDDEN,
+    ),
+    "shared memory of a device": (
+        "import mmap\nmmap.mmap(open('/dev/zero', 'r+b').fileno(), 2**22)\nprint('right')",
+        Verdict.RUNTIME_ERROR,
+    ),
     "a file that fills the disk": ("open('x', 'wb').write(b'a' * 10**8)\nprint('right')", Verdict.FILE_LIMIT),
     "many files that fill the disk": (
         "for i in range(100):\n with open(str(i), 'wb') as f:\n  f.write(b'a' * 10**6)\nprint('right')",

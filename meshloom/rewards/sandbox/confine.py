@@ -20,7 +20,8 @@ FOLDER = "/sandbox"
 INNER_USER = 1000
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
+"""Without ``zero``: a shared mapping of it is memory that no look at a process shows."""
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 _STAGE = "/sys"
 """Where the new root is put together: a folder that each system has and none needs for this."""

@@ -74,6 +74,8 @@ _DENIED = {
 or hides from a process, and what only an administrator needs."""
 _DENIED_X86 = {"mknod": 133, "iopl": 172, "ioperm": 173, "modify_ldt": 154}
 
+_MMAP, _MAP_SHARED, _MAP_ANONYMOUS = (9, 222), 0x01, 0x20
+"""A mapping that is both has no file whose size is bounded, and its pages stay when no process holds them."""
 _FOR_ITSELF_ONLY = {
     "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122),
@@ -118,6 +120,8 @@ def filter_program(signals_only_to: int | None = None) -> bytes:
     denied = _step(_RETURN, _ERROR | DENIED_ERRNO)
     code += [_step(_EQUAL, _CLONE[row], 0, 4), _step(_LOAD, 16), _step(_ANY_BIT, _NEW_NAMESPACES, 0, 1), denied]
     code += [_step(_RETURN, _ALLOW)]
+    code += [_step(_EQUAL, _MMAP[row], 0, 5), _step(_LOAD, 40), _step(_ANY_BIT, _MAP_ANONYMOUS, 0, 2)]
+    code += [_step(_ANY_BIT, _MAP_SHARED, 0, 1), denied, _step(_RETURN, _ALLOW)]
     for numbers in _FOR_ITSELF_ONLY.values():
         code += [_step(_EQUAL, numbers[row], 0, 4), _step(_LOAD, 16), _step(_EQUAL, 0, 1, 0)]
         code += [denied, _step(_RETURN, _ALLOW)]
