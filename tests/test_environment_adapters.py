@@ -60,7 +60,7 @@ def test_steps_of_four_and_five_values_end_an_episode(ends: tuple[bool, ...]) ->
     assert (found.reward, found.done, found.numbers) == (2.0, True, {"score": 3})
 
 
-@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 10**400])
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, pytest.param(10**400, id="huge")])
 def test_a_number_of_an_info_that_is_not_finite_is_left_out(lost: float) -> None:
     """It made the episode invalid."""
     info = {"lost": lost, "score": 3, "name": "x"}

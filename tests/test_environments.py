@@ -204,7 +204,7 @@ def test_calls_are_found_in_each_format() -> None:
         by_pattern(r"(?P<arguments>.*)", None)
 
 
-@pytest.mark.parametrize("deep", ["[" * 100_000, '{"a":' * 100_000])
+@pytest.mark.parametrize("deep", ["[" * 100_000, '{"a":' * 100_000], ids=["lists", "objects"])
 def test_a_call_that_is_nested_too_deeply_is_one_that_cannot_be_read(folder: Path, deep: str) -> None:
     """It made its episode invalid, as if the environment had failed."""
     for found in (hermes(f"<tool_call>{deep}</tool_call>"), llama3_json('{"name": "add", "parameters": ' + deep)):
