@@ -237,6 +237,15 @@ def test_steps_without_spread_are_told_of_at_the_first_the_fifth_in_a_row_and_ea
     assert cause in told[1][1] and "for 50 steps" in told[3][1] and "teaches nothing" in told[0][1]
 
 
+def test_a_group_of_which_one_sample_is_valid_teaches_its_reward(inputs: Path) -> None:
+    """It was said to teach nothing, and taught."""
+    told: list[str] = []
+    watch = SpreadWatch(train_settings(inputs, inputs / "unused"), told.append)
+    columns = {"reward": torch.tensor([1.0, 0.0]), "valid": torch.tensor([True, False]), "group": torch.tensor([0, 0])}
+    watch.look(Samples(lengths=torch.tensor([1, 1]), rows=columns))
+    assert told == []
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "reinforce_plus_plus"])
 def test_samples_that_teach_without_a_group_are_not_warned_about(
     advantage: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -104,7 +104,9 @@ def test_nonsense_for_any_setting(planned: Plan) -> None:
 
 def test_a_key_that_is_misspelt_is_told_with_the_one_that_is_meant(planned: Plan) -> None:
     pick = random.Random(5)
-    for path in pick.sample([path for path in paths(TrainSettings) if len(path.rpartition(".")[2]) > 6], 25):
+    for path in pick.sample(
+        [path for path in paths(TrainSettings) if len(path.rpartition(".")[2]) > 6 and "*" not in path], 25
+    ):
         at = pick.randrange(len(path) - 4, len(path) - 1)
         said = planned(*TRAIN, f"{path[:at]}{path[at + 1 :]}=1", code=2)
         assert "there is no key" in said and path in said

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshloom.config.errors import RunFault
 from meshloom.loop.baseline import GreedySample, baseline_metrics, with_baseline
 from meshloom.loop.spread import spread_of
 from meshloom.loop.stage import Spread
@@ -81,6 +82,16 @@ def test_a_filtered_run_that_is_resumed_repeats_itself_with_the_groups_that_wait
     assert metrics(tmp_path / "run")[-1]["groups_surplus"] > 0
     train(inputs, tmp_path / "run", *every, "batch.steps=4", resume=True)
     assert_same_run(filtered, tmp_path / "run")
+
+
+def test_invalid_rewards_of_groups_that_are_left_out_count_too(inputs: Path, tmp_path: Path) -> None:
+    """Groups that are kept have valid rewards: a reward that mostly failed used to stop no run that filters."""
+    (tmp_path / "failing.py").write_text(
+        "def score(request):\n    return float(request.response[:1] in '02468abcdef') if len(request.response) % 4 else 1 / 0\n"
+    )
+    changes = (*sifted(inputs), f"reward.function={tmp_path / 'failing.py'}:score", "batch.steps=1")
+    with pytest.raises(RunFault, match="of this step's rewards are invalid"):
+        train(inputs, tmp_path / "run", *changes, "reward.max_invalid_share=0.02")
 
 
 def test_a_task_that_is_solved_trains_on_and_says_that_no_group_has_spread(

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
-from meshloom.loop.groups import as_groups
 from meshloom.loop.model_role import COMPUTE_DEADLINE_S
 from meshloom.loop.rl import Lesson, RLStage
 from meshloom.loop.stage import Attempt, Draw, Group, Job
@@ -46,7 +45,7 @@ class StartedJob:
         """Wait for it."""
         with self.stage.session.clock.phase("generate"):
             found = self.found.result()
-        return as_groups(found, self.stage.settings)
+        return self.stage.collected(found)
 
 
 @dataclass

@@ -96,7 +96,7 @@ class TakenTurn:
             found = stage.roles.collector.attempt(
                 self.draws, deadline_s=stage.settings.rollout.deadline_s, clock=stage.session.clock
             )
-        return as_groups(found, stage.settings)
+        return stage.collected(found)
 
 
 @dataclass
@@ -141,6 +141,8 @@ class RLStage:
         self.short = ShortWatch(self.settings, self.session.display.notice)
         self.kl_weight = KlWeight.of(self.settings.algorithm)
         self.own = digests(self.settings.algorithm)
+        self.scored: list[Samples] = []
+        """Groups that were collected since a step was judged; only where some of them are left out."""
         self.version = 0
         self.reference_version: int | None = None
         """Of the weights that the reference took; none before the first time."""
@@ -209,8 +211,15 @@ class RLStage:
             RunFault: if too many of them are invalid.
         """
         self.components.look(batch)
-        check_rewards(batch, self.settings)
+        scored, self.scored = self.scored or [batch], []
+        check_rewards(concat(scored), self.settings)
         self.spread.look(batch)
+
+    def collected(self, found: Attempt[Samples]) -> Attempt[Group[Samples]]:
+        """What a rollout gave, for the control. Where it leaves groups out, those too count in the share of invalid rewards."""
+        if self.settings.algorithm.filter_groups.enabled:
+            self.scored += found.groups.values()
+        return as_groups(found, self.settings)
 
     def rollout_metrics(self, batch: Samples) -> dict[str, float]:
         """What the samples of a step are, and what their rewards took."""

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from meshloom.algorithms.groups import Groups
 from meshloom.algorithms.shaping import has_spread
 from meshloom.config.errors import RunFault
 from meshloom.config.names import GROUP_ADVANTAGES
 from meshloom.config.settings import TrainSettings
+from meshloom.environments.protocol import FaultReason
 from meshloom.loop.component_watch import by_component
 from meshloom.loop.validate import length_metrics, verdict_counts
 from meshloom.observe.timing import PhaseClock
@@ -23,6 +25,7 @@ from meshloom.train.model import TrainedModel
 
 ADVISE_AT, REPEAT_EVERY = 5, 50
 """Steps in a row without any spread of rewards after which the user is told again."""
+_OF_ENVIRONMENTS = tuple(FaultReason)
 
 
 def check_rewards(batch: Samples, settings: TrainSettings) -> None:
@@ -37,11 +40,16 @@ def check_rewards(batch: Samples, settings: TrainSettings) -> None:
     if invalid_share > settings.reward.max_invalid_share:
         reasons = Counter(reason for reason in batch.meta["invalid"] if reason is not None)
         reason, count = reasons.most_common(1)[0]
+        place, mended = "reward.function", "the reward function"
+        if settings.environment is not None and reason.startswith(_OF_ENVIRONMENTS):
+            place, mended = "environment", "the environment"
+        elif settings.reward.components:
+            place, mended = "reward.components", "the component that it names"
         raise RunFault(
             f"{invalid_share:.0%} of this step's rewards are invalid",
-            where="reward.components" if settings.reward.components else "reward.function",
+            where=place,
             why=f"most often ({count} of {len(batch)}): {reason}",
-            fix="mend the reward function, or raise reward.max_invalid_share",
+            fix=f"mend {mended}, or raise reward.max_invalid_share",
         )
 
 
@@ -68,7 +76,9 @@ class SpreadWatch:
         grouped = settings.algorithm.advantage in GROUP_ADVANTAGES and settings.batch.samples_per_prompt > 1
         group = batch["group"] if grouped else torch.zeros_like(batch["group"])
         baseline = batch.rows.get("greedy_reward", batch["reward"])
-        if bool(has_spread(batch["reward"], group, valid).any() or (batch["reward"] != baseline)[valid].any()):
+        single = Groups(group, valid).single_S & (batch["reward"] != 0)  # has no baseline: it teaches its reward
+        teaches = has_spread(batch["reward"], group, valid).any() or (batch["reward"] != baseline)[valid].any()
+        if bool(teaches or (grouped and single.any())):
             self.in_a_row = 0
             return
         self.in_a_row += 1

@@ -104,7 +104,13 @@ def _check_bounds(found: Findings, settings: TrainSettings | EvalSettings, envir
     reward = settings.reward
     if environment.gives_rewards and reward.overlong is not None and not (reward.function or reward.components):
         what = "reward.overlong has no reward to be added to: the environment's own are given for its turns"
-        found.refuse("I014", "reward.overlong", what, fix="set reward.function too, or leave reward.overlong out")
+        found.refuse(
+            "I014",
+            "reward.overlong",
+            what,
+            fix="set reward.function too, or reward.overlong=null",
+            suggestions=(("reward.overlong=null",),),
+        )
     if isinstance(settings, TrainSettings) and settings.algorithm.advantage in GREEDY_ADVANTAGES:
         what = f"{settings.algorithm.advantage} needs a greedy sample of each prompt, and no greedy episode is played"
         suggestion = ("algorithm.advantage=grpo",)

@@ -18,7 +18,7 @@ from meshloom.train.load_sharded import box_of, tensor_dim_of
 from meshloom.train.mesh import TrainMesh
 from meshloom.train.mesh_model import MeshModel
 from meshloom.train.shared_files import Part, SharedFile, Spec
-from meshloom.train.snapshot import ADAPTER, model_name, optimizer_name
+from meshloom.train.snapshot import ADAPTER, model_name, optimizer_name, save_adapter_config
 from meshloom.train.value_head import architecture_of, is_critic
 
 ADAPTER_FILE = f"{ADAPTER}/adapter_model.safetensors"
@@ -151,7 +151,7 @@ def _copied(one: Held) -> Held:
 def write_config(model: MeshModel, folder: Path) -> None:
     """Everything of the model's folder but weights and tokenizer."""
     if model.settings.lora is not None:
-        model.module.peft_config["default"].save_pretrained(str(folder / ADAPTER))
+        save_adapter_config(model, folder / ADAPTER)
         return
     plain = plain_model(model.module)
     config = type(plain.config).from_dict(plain.config.to_dict())

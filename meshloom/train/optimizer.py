@@ -6,19 +6,29 @@ the number of the update alone; a gradient that is not finite stops the run befo
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from meshloom.config.errors import RunFault
 from meshloom.config.settings import OptimizerSettings
 from meshloom.train.gradient_totals import GradientTotals
 
 
-class NotFinite(RuntimeError):
-    """A gradient has infinities or NaN."""
+class NotFinite(RunFault):
+    """A gradient, or its norm, has infinities or NaN."""
+
+    def __init__(self, update: int, names: Sequence[str]) -> None:
+        where = ", ".join(names)
+        super().__init__(
+            f"the gradient of update {update}{'' if names else ', as a whole,'} is not finite",
+            where=where,
+            why="" if names else "each gradient is finite: their squares add up to more than float32 holds",
+            fix="look at the rewards and losses of this step; smaller rewards, a smaller optimizer.lr, or model.dtype=float32",
+        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ class Optimizer:
         total_norm = self._norm(grads)
         norm = float(total_norm)  # the one time in an update that the processor waits for the device
         if not math.isfinite(norm):
-            raise NotFinite(f"gradient of update {self.updates} is not finite in {', '.join(self._not_finite()[:5])}")
+            raise NotFinite(self.updates, self._not_finite()[:5])
         if self.settings.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, total_norm)
         rate = learning_rate(self.settings, self.updates, total_updates)

@@ -110,9 +110,19 @@ class ModelSnapshot:
 
     def _write_adapter(self, folder: Path) -> None:
         folder.mkdir(parents=True)
-        self.model.module.peft_config["default"].save_pretrained(str(folder))
+        save_adapter_config(self.model, folder)
         save_file(self.weights, folder / "adapter_model.safetensors")
         self.tokenizer.save_pretrained(folder)
+
+
+def save_adapter_config(model: TrainedModel, folder: Path) -> None:
+    """Write the adapters' settings; peft keeps names of layers as a set, whose order is another one in each process."""
+    settings = model.module.peft_config["default"]
+    settings.save_pretrained(str(folder))
+    written = json.loads((folder / "adapter_config.json").read_text())
+    if isinstance(written["target_modules"], list):
+        written["target_modules"].sort()
+    (folder / "adapter_config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
 @dataclass(frozen=True)
