@@ -92,10 +92,13 @@ import os, sys, time
 from meshloom.observe.run_folder import RunFolder
 run = RunFolder.resume(sys.argv[1])
 run.log_metrics({"step": 1, "kind": "train", "metrics": {"loss": 1.0}, "time": 0.0})
+told, tell = os.pipe()
 child = os.fork()  # a worker that outlives its parent, as reward processes may
 if child == 0:
+    os.write(tell, b"x")
     time.sleep(30)
     os._exit(0)
+os.read(told, 1)  # the child runs, so it has given its copy of the lock up
 print(child, flush=True)
 time.sleep(30)
 """
