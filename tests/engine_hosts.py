@@ -23,7 +23,4 @@ class EngineHost(WorkerHost):
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)
         self._engine = engine_of(1 if seat.rank == 0 else 8)
-
-    @property
-    def _replica(self) -> list[int]:
-        return [self.seat.rank]
+        self._replica = [seat.rank]

@@ -37,7 +37,7 @@ def build_copy(
     """
     if rollout is None:
         return None
-    ranks = sorted(rollout.devices)
+    ranks = rollout.ranks
     peers = peers_of(ranks, rollout.mesh.size("tp"), rank)
     if rank not in ranks:
         return None

@@ -46,7 +46,7 @@ from meshloom.loop.replicas import RemoteEngine
 from meshloom.loop.rl import Roles
 from meshloom.loop.saved_samples import read_saved
 from meshloom.loop.session import Cut, Session, read_cut
-from meshloom.loop.worker_host import WorkerHost, ranks_of
+from meshloom.loop.worker_host import WorkerHost
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import LOGS_FOLDER, SETTINGS_FILE, check_free
 from meshloom.plan.arithmetic import pass_cost
@@ -265,7 +265,7 @@ class _Ranks:
         self.takes_turns = share_devices(self._actor, self._rollout)
         self.actor = RemoteModel(self._group(self._actor), self._sharing(self._actor, backward=True))
         reward = layout.role(Role.REWARD)
-        self.scoring = () if reward is None else tuple(ranks_of(reward))
+        self.scoring = () if reward is None else tuple(reward.ranks)
         self.scores_meanwhile = not share_devices(reward, self._rollout)
         critic = layout.role(Role.CRITIC)
         self.critic = None if critic is None else self._remote_critic(critic)
@@ -318,7 +318,7 @@ class _Ranks:
     def engine(self) -> RemoteEngine:
         """All replicas of the engine."""
         tensor = self._rollout.mesh.size("tp")
-        ranks = ranks_of(self._rollout)
+        ranks = self._rollout.ranks
         movers = sorted({*self._actor.devices, *ranks})
 
         def move_weights(version: int) -> None:
@@ -360,7 +360,7 @@ class _Ranks:
         return WorkerGroup(self._workers, GroupLayout.data_parallel(sorted(ranks)), WorkerHost)
 
     def _group(self, found: RoleLayout) -> WorkerGroup:
-        ranks = GroupLayout.of_mesh(ranks_of(found), found.mesh.axes, DATA_AXES)
+        ranks = GroupLayout.of_mesh(found.ranks, found.mesh.axes, DATA_AXES)
         return WorkerGroup(self._workers, ranks, WorkerHost)
 
     def _sharing(self, found: RoleLayout, *, backward: bool) -> Sharing:

@@ -23,7 +23,6 @@ from meshloom.loop.remote import RankMemory, RemoteSnapshot, snapshot_of
 from meshloom.loop.session import read_cut
 from meshloom.loop.sft import SftProgram
 from meshloom.loop.sft_host import SftHost
-from meshloom.loop.worker_host import ranks_of
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.plan.build import build_plan
@@ -86,7 +85,7 @@ def run_sft_over_devices(settings: SftSettings, layout: Layout, *, resume: bool)
 
 def _model(settings: SftSettings, layout: Layout, workers: Workers) -> RemoteModel:
     found = layout.role(Role.ACTOR)
-    ranks = GroupLayout.of_mesh(ranks_of(found), found.mesh.axes, DATA_AXES)
+    ranks = GroupLayout.of_mesh(found.ranks, found.mesh.axes, DATA_AXES)
     return RemoteModel(WorkerGroup(workers, ranks, SftHost), sharing_of(settings, found, backward=True))
 
 

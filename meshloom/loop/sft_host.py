@@ -9,6 +9,7 @@ import torch
 
 from meshloom.config.settings import SftSettings
 from meshloom.fabric.verbs import verb
+from meshloom.loop.rank_build import actor_on_mesh, role_mesh
 from meshloom.loop.worker_host import WorkerHost
 from meshloom.plan.layout import Layout
 from meshloom.plan.placement import Role
@@ -35,8 +36,9 @@ class SftHost(WorkerHost):
         """
         self.settings, self.layout = settings, layout
         torch.manual_seed(settings.seed)
-        self._tokenizer = load_tokenizer(settings.model.path)
-        mesh = self._mesh(Role.ACTOR)
+        mesh = role_mesh(layout, Role.ACTOR, self.device)
         if mesh is None:
             raise RuntimeError(f"{self.seat} is not on the mesh of a run that trains on all devices")
-        self._models[Role.ACTOR] = self._build_actor(mesh, checkpoint, updates)
+        self._models[Role.ACTOR] = actor_on_mesh(
+            settings, load_tokenizer(settings.model.path), mesh, checkpoint, updates
+        )

@@ -1,9 +1,9 @@
-"""What a worker process has of a run, and does for the controller.
+"""What a worker process does for the controller: the verbs of the roles that the plan puts on its device.
 
-Owns: the models and the engine of the roles that the plan puts on this device, and the verbs by which they are used. Refuses
-to know: prompts, rewards, the algorithm, what comes after what. Always holds: ranks of one role are called together, each with
-its own part; results are told by one rank of each replica; nothing is written but parts of checkpoints, into the folder that
-is named.
+Owns: the verbs, and what they share (models, engine, the checkpoint that is being written). Refuses to know: how its parts are
+built (``loop.rank_build``), prompts, rewards, the algorithm, what comes after what. Always holds: ranks of one role are called
+together, each with its own part; results are told by one rank of each replica; nothing is written but parts of checkpoints,
+into the folder that is named.
 """
 
 import hashlib
@@ -17,49 +17,38 @@ import torch
 
 from meshloom.algorithms.own_checks import check_own
 from meshloom.config.errors import RunFault
-from meshloom.config.reward_settings import reward_models
-from meshloom.config.settings import OptimizerSettings, TrainSettings
+from meshloom.config.settings import TrainSettings
 from meshloom.fabric.dispatch import GroupLayout, by_part, from_first
 from meshloom.fabric.seats import Seat
 from meshloom.fabric.verbs import emit, note, verb
-from meshloom.loop.build import decoder, set_end_tokens
-from meshloom.loop.critic_role import critic_on_mesh
-from meshloom.loop.engine_copies import build_copy
 from meshloom.loop.facts import DeviceFacts, ModelFacts
 from meshloom.loop.interrupts import Interrupts
 from meshloom.loop.movers import ReferenceMover, WeightMover
-from meshloom.loop.reference_role import reference_on_mesh
-from meshloom.loop.residents import Residents, check_room, folder_of
+from meshloom.loop.rank_build import RankBuilder
+from meshloom.loop.residents import Residents
 from meshloom.observe.peaks import PhaseMemory
 from meshloom.observe.timing import peak_memory
-from meshloom.plan.layout import Layout, RoleLayout
+from meshloom.plan.layout import Layout
 from meshloom.plan.placement import Role
-from meshloom.plan.reference import refreshes
 from meshloom.plan.residency import Phase
-from meshloom.plan.stays import stays
 from meshloom.rewards.model import RewardModels
-from meshloom.rollout.embedded import embedded_engine
 from meshloom.rollout.protocol import Completion, Engine, Request
 from meshloom.rollout.travel import Completions
 from meshloom.samples import Samples
-from meshloom.train.build_on_mesh import build_model
 from meshloom.train.head import plain_model
-from meshloom.train.load import describe_device, free_memory, load_tokenizer
-from meshloom.train.mesh import TrainMesh, mesh_of_plan
+from meshloom.train.load import describe_device, free_memory
 from meshloom.train.mesh_model import MeshModel
 from meshloom.train.mesh_snapshot import (
     MeshSnapshot,
     full_bytes,
     held,
     is_first,
-    restore_on_mesh,
     specs_of,
     write_config,
 )
-from meshloom.train.model import Loss, MicrobatchBound
+from meshloom.train.model import Loss
 from meshloom.train.optimizer import StepStats
 from meshloom.train.shared_files import Spec
-from meshloom.train.snapshot import MODEL
 from meshloom.weights.engine_copy import EngineCopy
 
 if TYPE_CHECKING:
@@ -81,11 +70,6 @@ def from_answering(results: Sequence[Any], layout: GroupLayout) -> list[Any]:
     ]
 
 
-def ranks_of(found: RoleLayout) -> list[int]:
-    """Ranks of a role, in the order of its mesh: the numbers of its devices, ascending."""
-    return sorted(found.devices)
-
-
 class WorkerHost:
     """The roles of one device.
 
@@ -97,6 +81,7 @@ class WorkerHost:
         self.seat, self.device = seat, torch.device(seat.device)
         self._models: dict[Role, MeshModel] = {}
         self._engine: Engine | None = None
+        self._replica: list[int] = []
         self._snapshot: MeshSnapshot | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -135,102 +120,14 @@ class WorkerHost:
         self.settings, self.layout = settings, layout
         check_own(settings.algorithm)
         torch.manual_seed(settings.seed)
-        self._tokenizer = load_tokenizer(settings.model.path)
-        # Process groups are made by all ranks, whatever their roles.
-        meshes = {role: self._mesh(role) for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC)}
-        if (mesh := meshes[Role.ACTOR]) is not None:
-            self._models[Role.ACTOR] = self._build_actor(mesh, checkpoint, updates)
-        if (mesh := meshes[Role.REFERENCE]) is not None:
-            self._models[Role.REFERENCE] = reference_on_mesh(settings, mesh, checkpoint)
-        if (mesh := meshes[Role.CRITIC]) is not None:
-            self._models[Role.CRITIC] = critic_on_mesh(settings, mesh, checkpoint, critic_updates)
-        ranks = [ranks_of(layout.role(role)) for role in (Role.ACTOR, Role.ROLLOUT)]
-        nodes = [rank // layout.topology.devices_per_node for rank in range(layout.topology.num_devices)]
-        if settings.rollout.engine == "vllm":
-            from meshloom.loop.vllm_ranks import build_vllm
-
-            actor, replica = self._models.get(Role.ACTOR), self._replica
-            self._vllm = build_vllm(settings, self.device, self._tokenizer, actor, *ranks, nodes, replica)
-            self._engine = self._vllm.engine
-        else:
-            self._build_embedded(ranks, nodes)
-        if refreshes(settings):
-            both = sorted({*ranks_of(layout.role(Role.ACTOR)), *ranks_of(layout.role(Role.REFERENCE))})
-            actor, reference = self._models.get(Role.ACTOR), self._models.get(Role.REFERENCE)
-            self._refresher = ReferenceMover(actor, reference, both, self.device, nodes)
-        models: dict[str, MeshModel | RewardModels] = {str(role): model for role, model in self._models.items()}
-        if self._own(Role.REWARD) is not None:
-            self._scorers = models[str(Role.REWARD)] = RewardModels(reward_models(settings.reward), self.device)
-        planned, folder = stays(settings, layout), folder_of(settings)
-        check_room(folder, planned, models, {role: self._ranks_here(Role(role)) for role in models})
-        self._residents = Residents(
-            planned,
-            models,
-            folder=folder,
-            log=self._note_memory,
-            rank=self.seat.rank,
-        )
-
-    def _own(self, role: Role) -> RoleLayout | None:
-        """A role's layout, if it is on this device."""
-        found = self.layout.role(role)
-        return found if found is not None and found.devices.rank_of(self.seat.rank) is not None else None
-
-    def _ranks_here(self, role: Role) -> int:
-        """How many ranks of this node have a part of a role."""
-        of_node = self.layout.topology.devices_per_node
-        return sum(rank // of_node == self.seat.rank // of_node for rank in ranks_of(self.layout.role(role)))
-
-    def _mesh(self, role: Role) -> TrainMesh | None:
-        """A model's mesh, if it is on this device."""
-        found = self.layout.role(role)
-        return None if found is None else mesh_of_plan(found.mesh, ranks_of(found), self.device)
-
-    def _build(self, mesh: TrainMesh, checkpoint: Path | None, optimizer: OptimizerSettings | None = None) -> MeshModel:
-        settings, batch = self.settings, self.settings.batch
-        return build_model(
-            settings.model,
-            mesh,
-            MicrobatchBound(batch.tokens_per_microbatch, batch.samples_per_microbatch),
-            optimizer,
-            seed=settings.seed,
-            path=checkpoint / MODEL if checkpoint is not None and settings.model.lora is None else None,
-        )
-
-    def _build_actor(self, mesh: TrainMesh, checkpoint: Path | None, updates: int) -> MeshModel:
-        model = self._build(mesh, checkpoint, self.settings.optimizer)
-        set_end_tokens(model.module, self.settings.data, self._tokenizer)
-        if checkpoint is not None:
-            restore_on_mesh(model, checkpoint, updates)
-        return model
-
-    def _build_embedded(self, ranks: list[list[int]], nodes: list[int]) -> None:
-        self._copy = build_copy(self.settings.model, self.layout.role(Role.ROLLOUT), self.seat.rank, self.device)
-        if self._copy is not None:
-            self._engine = self._build_engine(self._copy)
-        self._mover = WeightMover(self._models.get(Role.ACTOR), self._copy, *ranks, self.device, nodes)
-
-    @property
-    def _replica(self) -> list[int]:
-        """Ranks of the engine's replica that this rank is of; none if there is none here."""
-        found = self._own(Role.ROLLOUT)
-        if found is None:
-            return []
-        ranks, size = ranks_of(found), found.mesh.size("tp")
-        first = ranks.index(self.seat.rank) // size * size
-        return ranks[first : first + size]
-
-    def _build_engine(self, copy: EngineCopy) -> Engine:
-        rollout = self.settings.rollout
-        return embedded_engine(
-            copy.module,
-            eos_ids=set_end_tokens(copy.module, self.settings.data, self._tokenizer),
-            max_sequences=rollout.max_sequences,
-            kv_cache_bytes=rollout.kv_cache_bytes,
-            prefill_tokens=rollout.prefill_tokens,
-            decode=decoder(self._tokenizer),
-            peers=copy.peers,
-        )
+        builder = RankBuilder(settings, layout, self.seat)
+        self._models = builder.models(checkpoint, updates, critic_updates)
+        rollout = builder.engine(self._models.get(Role.ACTOR))
+        self._engine, self._copy, self._mover, self._vllm = rollout.engine, rollout.copy, rollout.mover, rollout.vllm
+        self._replica = builder.replica
+        self._refresher = builder.refresher(self._models)
+        self._scorers = builder.scorers()
+        self._residents = builder.residents(self._models, self._scorers, self._note_memory)
 
     @property
     def _trained(self) -> list[MeshModel]:

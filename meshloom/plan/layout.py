@@ -34,6 +34,11 @@ class RoleLayout:
     sequence_mesh: Mesh | None = None
     busy: tuple[str, ...] = ()
 
+    @cached_property
+    def ranks(self) -> list[int]:
+        """In the order of its mesh: the numbers of its devices, ascending."""
+        return sorted(self.devices)
+
     @property
     def phases(self) -> tuple[str, ...]:
         """Phases of a step in which it is busy."""
