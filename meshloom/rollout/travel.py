@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshloom.rollout.protocol import Completion, FinishReason
+from meshloom.samples.compact import Compact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +23,17 @@ class Completions:
     Args:
         request_C, index_C, length_C: of each, int64.
         finish: why each ended.
-        id_T, version_T: int64.
-        logprob_T: float64, as Python has them.
+        id_T, version_T: int64, packed.
+        logprob_T: float64, as Python has them, packed: an engine's are float32 at heart.
     """
 
     request_C: Tensor
     index_C: Tensor
     length_C: Tensor
     finish: tuple[FinishReason, ...]
-    id_T: Tensor
-    version_T: Tensor
-    logprob_T: Tensor
+    id_T: Compact
+    version_T: Compact
+    logprob_T: Compact
 
     @classmethod
     def of(cls, completions: Sequence[Completion]) -> "Completions":
@@ -42,9 +43,9 @@ class Completions:
             index_C=torch.tensor([c.index for c in completions], dtype=torch.int64),
             length_C=torch.tensor([len(c.ids) for c in completions], dtype=torch.int64),
             finish=tuple(c.finish for c in completions),
-            id_T=torch.tensor([token for c in completions for token in c.ids], dtype=torch.int64),
-            version_T=torch.tensor([version for c in completions for version in c.versions], dtype=torch.int64),
-            logprob_T=torch.tensor([value for c in completions for value in c.logprobs], dtype=torch.float64),
+            id_T=_packed([token for c in completions for token in c.ids], torch.int64),
+            version_T=_packed([version for c in completions for version in c.versions], torch.int64),
+            logprob_T=_packed([value for c in completions for value in c.logprobs], torch.float64),
         )
 
     def each(self) -> list[Completion]:
@@ -54,9 +55,9 @@ class Completions:
             self.request_C.tolist(),
             self.index_C.tolist(),
             self.finish,
-            self.id_T.split(lengths),
-            self.version_T.split(lengths),
-            self.logprob_T.split(lengths),
+            self.id_T.opened().split(lengths),
+            self.version_T.opened().split(lengths),
+            self.logprob_T.opened().split(lengths),
             strict=True,
         )
         return [
@@ -70,3 +71,7 @@ class Completions:
             )
             for request, index, finish, ids, versions, logprobs in columns
         ]
+
+
+def _packed(values: list[int] | list[float], dtype: torch.dtype) -> Compact:
+    return Compact.of(torch.tensor(values, dtype=dtype))
