@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from meshloom.config.errors import RunFault
 from meshloom.loop.engine_copies import cut_copy, peers_of
+from meshloom.rollout.endings import Decision
 from meshloom.rollout.paged_engine import PagedEngine
-from meshloom.rollout.peers import Decision, OverRanks
+from meshloom.rollout.peers import OverRanks
 from meshloom.rollout.protocol import Completion, Engine, Request, SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.train.mesh import make_mesh

@@ -312,9 +312,8 @@ def test_a_feed_whose_requests_could_never_fit_is_refused(make):
         engine.generate([], deadline_s=1, feed=RequestFeed(ask(0, prompt(4), max_tokens=10_000)))
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_a_request_is_withdrawn_only_if_it_has_not_begun(name):
-    engine, _ = ENGINES[name]("llama", max_sequences=2)
+def test_a_request_is_withdrawn_only_if_it_has_not_begun(make):
+    engine, _ = make("llama", max_sequences=2)
     requests = [ask(i, prompt(4, i), seeds=[i, 50 + i, 90 + i], max_tokens=9) for i in range(3)]
     expected = tokens_of(collect(engine, requests))
     found = {}

@@ -15,6 +15,7 @@ from meshloom.fabric.workers import Workers
 from meshloom.loop.interrupts import Interrupts
 from meshloom.loop.model_role import in_order, merged
 from meshloom.loop.replicas import RemoteEngine, Turns
+from meshloom.loop.telling import tell_each
 from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from meshloom.rollout.travel import Completions
 from meshloom.samples import Samples
@@ -181,3 +182,23 @@ def test_a_message_that_is_early_waits_and_one_that_is_late_is_dropped() -> None
         with interrupts.hearing(number, found):
             assert {c.request_id for c in stream if c.finish is FinishReason.ABORTED} == ends
         interrupts.tell(number, [0], only_unbegun=True)
+
+
+def test_a_finished_sample_is_told_while_the_next_one_runs() -> None:
+    """It used to wait for the next one where it was an early one; those of one moment are told together."""
+    told: list[list[int]] = []
+    is_told = threading.Event()
+
+    def tell(batch: list[Completion]) -> None:
+        told.append([completion.request_id for completion in batch])
+        if told[-1][-1] == 2:
+            is_told.set()
+
+    def finished() -> Iterator[Completion]:
+        for number in range(3):
+            yield Completion(request_id=number, index=0, ids=[], logprobs=[], versions=[], finish=FinishReason.LENGTH)
+        assert is_told.wait(60)
+        yield Completion(request_id=3, index=0, ids=[], logprobs=[], versions=[], finish=FinishReason.LENGTH)
+
+    tell_each(finished(), tell)
+    assert [number for batch in told for number in batch] == [0, 1, 2, 3] and told[-1] == [3]

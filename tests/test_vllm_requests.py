@@ -10,6 +10,7 @@ from meshloom.loop.build import check_engine
 from meshloom.rollout.protocol import FinishReason, Request, SamplingParams
 from meshloom.rollout.stopping import StopRule
 from meshloom.rollout.vllm_requests import RunningSample, finish_reason, require_possible, vllm_seed
+from meshloom.rollout.vllm_samples import SamplesAtWork
 
 
 def sample(**params) -> RunningSample:
@@ -40,6 +41,52 @@ def test_greedy_tokens_have_log_probability_zero() -> None:
     running = sample(temperature=0)
     running.ids, running.logprobs = [4, 5], [-0.5, -0.6]
     assert running.completion(FinishReason.LENGTH).logprobs == [0.0, 0.0]
+
+
+def at_work(apart: bool, *kinds: tuple[int, float]) -> SamplesAtWork:
+    """Samples that wait, each of a request and with a temperature."""
+    found = SamplesAtWork(kinds_apart=apart)
+    for number, temperature in kinds:
+        params = SamplingParams(max_tokens=9, temperature=temperature)
+        request = Request(id=number, prompt_ids=[1], params=params, seeds=[0])
+        found.add([RunningSample(request, 0, StopRule.of(params, (), None), marks=[(0, 0)])])
+    return found
+
+
+def start(found: SamplesAtWork) -> list[int]:
+    """Put what is ready into vLLM."""
+    ready = found.ready()
+    found.running.update((f"{sample.request.id}", sample) for sample in ready)
+    return [sample.request.id for sample in ready]
+
+
+def test_greedy_samples_and_others_are_not_in_vllm_together_where_it_mixes_them_up() -> None:
+    """Those that come later join their own kind, and the other kind follows when that has ended."""
+    assert start(at_work(False, (0, 0.0), (1, 1.0))) == [0, 1]
+    found = at_work(True, (0, 0.0), (1, 1.0))
+    assert start(found) == [1]
+    found.add([*at_work(True, (2, 1.0)).waiting, *at_work(True, (3, 0.0)).waiting])
+    assert start(found) == [2]
+    for key in ("1", "2"):
+        found.finished(key)
+    assert start(found) == [0, 3] and found and not found.waiting
+
+
+def test_a_request_has_begun_with_the_first_token_of_any_sample() -> None:
+    found = at_work(True, (0, 1.0), (1, 1.0), (2, 1.0), (2, 0.0), (3, 0.0))
+    start(found)
+    assert found.unbegun(lambda sample: sample.request.id == 0) == {1, 2, 3}
+    found.finished("2")
+    assert found.unbegun(lambda sample: False) == {0, 1, 3}, "what is left of 2 was begun with it"
+
+
+def test_samples_that_end_early_are_in_vllm_no_more_and_those_that_never_were_have_no_tokens() -> None:
+    found = at_work(True, (0, 1.0), (1, 1.0), (2, 0.0), (3, 0.0))
+    start(found)
+    keys, ended = found.take(lambda sample: sample.request.id in (1, 2))
+    assert (keys, [sample.request.id for sample in ended]) == (["1"], [1, 2])
+    assert list(found.running) == ["0"] and [sample.request.id for sample in found.waiting] == [3]
+    assert ended[1].completion(FinishReason.ABORTED).versions == []
 
 
 def test_every_integer_is_a_seed() -> None:

@@ -30,8 +30,17 @@ def model_folder(family: str) -> Path:
     return folder
 
 
-@functools.cache
 def opened(family: str, max_sequences: int, kv_cache_bytes: int, prefill_tokens: int) -> OpenVllm:
+    """vLLM, as long as it lives: the end of a run in this process takes vLLM's groups away from all of its engines."""
+    from vllm.distributed import model_parallel_is_initialized
+
+    if not model_parallel_is_initialized():
+        _opened.cache_clear()
+    return _opened(family, max_sequences, kv_cache_bytes, prefill_tokens)
+
+
+@functools.cache
+def _opened(family: str, max_sequences: int, kv_cache_bytes: int, prefill_tokens: int) -> OpenVllm:
     # Small caches serve short sequences only: vLLM wants room for the longest.
     roomy = kv_cache_bytes >= 32_000 * BYTES_PER_TOKEN
     return open_vllm(

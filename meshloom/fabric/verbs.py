@@ -74,8 +74,16 @@ def emit(value: Any) -> None:
 
     Outside of a verb it does nothing, so that code which emits also runs in one process.
     """
-    if _running.tell is not None:
-        _running.tell(value)
+    teller()(value)
+
+
+def teller() -> Callable[[Any], None]:
+    """What ``emit`` does in the verb that runs, for a thread that the verb waits for."""
+    return _running.tell or _tell_nobody
+
+
+def _tell_nobody(value: Any) -> None:
+    pass
 
 
 class telling:  # noqa: N801

@@ -7,18 +7,8 @@ message about a generation that has ended is dropped; one that is early waits fo
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
 
-from meshloom.rollout.protocol import Engine
-
-
-@runtime_checkable
-class Withdrawing(Protocol):
-    """An engine that gives back requests which have not begun."""
-
-    def withdraw(self, request_id: int) -> None:
-        """End a request, if none of its samples has begun."""
-        ...
+from meshloom.rollout.protocol import ReplicaEngine
 
 
 class Interrupts:
@@ -27,11 +17,11 @@ class Interrupts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._number = -1
-        self._engine: Engine | None = None
+        self._engine: ReplicaEngine | None = None
         self._early: list[tuple[int, Sequence[int], bool]] = []
 
     @contextmanager
-    def hearing(self, number: int, engine: Engine) -> Iterator[None]:
+    def hearing(self, number: int, engine: ReplicaEngine) -> Iterator[None]:
         """Within, an engine hears what is said about a generation, also what came before."""
         with self._lock:
             self._number, self._engine = number, engine
@@ -54,7 +44,7 @@ class Interrupts:
             self._early.append((number, request_ids, only_unbegun))
         elif number == self._number and self._engine is not None:
             for request_id in request_ids:
-                if not only_unbegun:
-                    self._engine.abort(request_id)
-                elif isinstance(self._engine, Withdrawing):
+                if only_unbegun:
                     self._engine.withdraw(request_id)
+                else:
+                    self._engine.abort(request_id)

@@ -330,7 +330,6 @@ class _Ranks:
             vocabulary=self._vocabulary,
             move_weights=move_weights,
             takes_turns=self.takes_turns,
-            gives_back=self._settings.rollout.engine != "vllm",
         )
 
     def reference(self) -> RemoteReference | None:

@@ -27,7 +27,7 @@ from meshloom.plan.reference import refreshes
 from meshloom.plan.stays import stays
 from meshloom.rewards.model import RewardModels
 from meshloom.rollout.embedded import embedded_engine
-from meshloom.rollout.protocol import Engine
+from meshloom.rollout.protocol import ReplicaEngine
 from meshloom.train.build_on_mesh import build_model
 from meshloom.train.load import load_tokenizer
 from meshloom.train.mesh import TrainMesh, mesh_of_plan
@@ -52,7 +52,7 @@ class RankEngine:
         vllm: brings them to vLLM.
     """
 
-    engine: Engine | None
+    engine: ReplicaEngine | None
     copy: EngineCopy | None = None
     mover: WeightMover | None = None
     vllm: "VllmMover | None" = None
@@ -166,7 +166,7 @@ class RankBuilder:
         here = self._nodes[self._rank]
         return sum(self._nodes[rank] == here for rank in self._layout.role(role).ranks)
 
-    def _embedded(self, copy: EngineCopy) -> Engine:
+    def _embedded(self, copy: EngineCopy) -> ReplicaEngine:
         rollout = self._settings.rollout
         return embedded_engine(
             copy.module,

@@ -120,7 +120,6 @@ class RemoteEngine:
         vocabulary: tokens of the model.
         move_weights: brings the trainer's weights, now of the given version, to all replicas.
         takes_turns: whether its devices train as well, so that it has to make room for that.
-        gives_back: whether a replica gives back what it has not begun.
     """
 
     def __init__(
@@ -131,7 +130,6 @@ class RemoteEngine:
         vocabulary: int,
         move_weights: Callable[[int], None],
         takes_turns: bool,
-        gives_back: bool = True,
     ) -> None:
         self.version = 0
         self.memory: dict[int, dict[str, float]] = {}
@@ -139,7 +137,6 @@ class RemoteEngine:
         self._workers, self._vocabulary = workers, vocabulary
         self._move_weights, self._takes_turns = move_weights, takes_turns
         self._replicas = [Replica(tuple(ranks)) for ranks in replicas]
-        self._gives_back = gives_back
         self._spreading = threading.Lock()
         self._numbers = itertools.count()
         self._shares: set[Share] = set()
@@ -166,7 +163,7 @@ class RemoteEngine:
 
     def abort(self, request_id: int) -> None:
         """End a request's unfinished samples, between two rounds of its replica's steps: they come with
-        ``FinishReason.ABORTED``. A replica of vLLM that is cut over devices finishes them."""
+        ``FinishReason.ABORTED``."""
         with self._spreading:
             found = [share for share in self._shares if request_id in share.requests]
             for share in found:
@@ -268,7 +265,7 @@ class RemoteEngine:
                     with self._spreading:
                         share = job.pending.pop(replica.ranks[0])
                     self._run_share(job, replica, share)
-                    while self._gives_back and (more := self._take_over(job, replica)) is not None:
+                    while (more := self._take_over(job, replica)) is not None:
                         self._run_share(job, replica, more)
             except Exception as caught:  # told to the caller's thread, which raises it
                 error = caught

@@ -7,8 +7,8 @@ into the folder that is named.
 """
 
 import hashlib
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,19 +20,20 @@ from meshloom.config.errors import RunFault
 from meshloom.config.settings import TrainSettings
 from meshloom.fabric.dispatch import GroupLayout, by_part, from_first
 from meshloom.fabric.seats import Seat
-from meshloom.fabric.verbs import emit, note, verb
+from meshloom.fabric.verbs import note, teller, verb
 from meshloom.loop.facts import DeviceFacts, ModelFacts
 from meshloom.loop.interrupts import Interrupts
 from meshloom.loop.movers import ReferenceMover, WeightMover
 from meshloom.loop.rank_build import RankBuilder
 from meshloom.loop.residents import Residents
+from meshloom.loop.telling import tell_each
 from meshloom.observe.peaks import PhaseMemory
 from meshloom.observe.timing import peak_memory
 from meshloom.plan.layout import Layout
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import Phase
 from meshloom.rewards.model import RewardModels
-from meshloom.rollout.protocol import Completion, Engine, Request
+from meshloom.rollout.protocol import ReplicaEngine, Request
 from meshloom.rollout.travel import Completions
 from meshloom.samples import Samples
 from meshloom.train.head import plain_model
@@ -53,9 +54,6 @@ from meshloom.weights.engine_copy import EngineCopy
 
 if TYPE_CHECKING:
     from meshloom.loop.vllm_mover import VllmMover
-
-_MOMENT_S = 0.02
-"""Samples that finish within so many seconds of each other are told together."""
 
 
 def from_answering(results: Sequence[Any], layout: GroupLayout) -> list[Any]:
@@ -80,7 +78,7 @@ class WorkerHost:
     def __init__(self, seat: Seat) -> None:
         self.seat, self.device = seat, torch.device(seat.device)
         self._models: dict[Role, MeshModel] = {}
-        self._engine: Engine | None = None
+        self._engine: ReplicaEngine | None = None
         self._replica: list[int] = []
         self._snapshot: MeshSnapshot | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -199,9 +197,11 @@ class WorkerHost:
         tells, engine = self.seat.rank == self._replica[0], self._need_engine()
         stream = engine.generate(requests, deadline_s=deadline_s)
         with self._interrupts.hearing(number, engine):
-            for finished in _together(stream):
-                if tells:
-                    emit(Completions.of(finished))
+            if tells:
+                tell = teller()
+                tell_each(stream, lambda finished: tell(Completions.of(finished)))
+            else:
+                deque(stream, maxlen=0)
         return self.memory()
 
     @note
@@ -322,7 +322,7 @@ class WorkerHost:
     def _note_memory(self, record: Mapping[str, Any]) -> None:
         self._noted.append({**record, "rank": self.seat.rank})
 
-    def _need_engine(self) -> Engine:
+    def _need_engine(self) -> ReplicaEngine:
         if self._engine is None:
             raise RuntimeError(f"{self.seat} has no engine")
         return self._engine
@@ -334,16 +334,3 @@ class WorkerHost:
             f"dropout/{self.settings.seed}/{updates}/{model.mesh.data_place}".encode(), digest_size=8
         )
         torch.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
-
-
-def _together(completions: Iterator[Completion]) -> Iterator[list[Completion]]:
-    """Finished samples in batches of those that come within a moment of each other."""
-    batch: list[Completion] = []
-    told = time.monotonic()
-    for completion in completions:
-        batch.append(completion)
-        if time.monotonic() - told > _MOMENT_S:
-            yield batch
-            batch, told = [], time.monotonic()
-    if batch:
-        yield batch

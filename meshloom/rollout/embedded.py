@@ -10,7 +10,7 @@ from torch import nn
 from meshloom.rollout.decode_stack import reason_against
 from meshloom.rollout.paged_engine import PagedEngine
 from meshloom.rollout.peers import Peers
-from meshloom.rollout.protocol import Engine
+from meshloom.rollout.protocol import ReplicaEngine
 from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.train.head import plain_model
 
@@ -24,7 +24,7 @@ def embedded_engine(
     prefill_tokens: int,
     decode: Callable[[Sequence[int]], str] | None,
     peers: Peers | None = None,
-) -> Engine:
+) -> ReplicaEngine:
     """The paged engine on a GPU where the model's family has its form, else the one that calls the module's own layers.
 
     Args: as ``PagedEngine``.

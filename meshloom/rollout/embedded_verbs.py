@@ -1,15 +1,14 @@
-"""The verbs that both embedded engines share: aborting, new weights, sleeping and waking.
+"""The verbs that both embedded engines share: new weights, sleeping and waking.
 
-Owns: what is to end, whether the engine sleeps, the version of the weights. Refuses to know: how tokens are drawn. Always
+Owns: whether the engine sleeps, the version of the weights. Refuses to know: how tokens are drawn. Always
 holds: the cache has memory only while an engine generates, so sleeping frees nothing, and an engine that generates does not
 sleep.
 """
 
 from abc import ABC, abstractmethod
-from collections import deque
 from typing import Protocol
 
-from meshloom.rollout.peers import Decision
+from meshloom.rollout.endings import HearsEnds
 
 
 class KeepsPrompts(Protocol):
@@ -18,37 +17,18 @@ class KeepsPrompts(Protocol):
     def forget_prompts(self) -> object: ...
 
 
-class EmbeddedVerbs(ABC):
+class EmbeddedVerbs(HearsEnds, ABC):
     """Base of the engines that sample with the trainer's own weights."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.version = 0
         self._asleep = False
-        self._ends: deque[tuple[int, bool]] = deque()
 
     @property
     @abstractmethod
     def _current(self) -> KeepsPrompts | None:
         """The scheduler of the generation that is on; none if there is none."""
-
-    def abort(self, request_id: int) -> None:
-        """End a request's unfinished samples; they come with ``FinishReason.ABORTED``. Others are not disturbed. Any thread may
-        call it."""
-        self._ends.append((request_id, False))
-
-    def withdraw(self, request_id: int) -> None:
-        """End a request none of whose samples has begun: they come with ``FinishReason.ABORTED``, without tokens. One that has
-        begun goes on. Any thread may call it."""
-        self._ends.append((request_id, True))
-
-    def _to_end(self, *, is_over: bool) -> Decision:
-        """What was aborted and withdrawn since the last time."""
-        aborted: set[int] = set()
-        withdrawn: set[int] = set()
-        while self._ends:
-            request_id, unbegun = self._ends.popleft()
-            (withdrawn if unbegun else aborted).add(request_id)
-        return Decision(is_over, frozenset(aborted), frozenset(withdrawn))
 
     def load_weights(self, version: int) -> None:
         """The module's weights were changed in place; tokens drawn from now on carry ``version``.

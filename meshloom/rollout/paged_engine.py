@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from meshloom.rollout.decode_stack import DecodeStack, form_of
 from meshloom.rollout.embedded_verbs import EmbeddedVerbs
+from meshloom.rollout.endings import Decision
 from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
 from meshloom.rollout.kv_cache import CacheShape
 from meshloom.rollout.page_memory import settle, spare_bytes, take_pages
 from meshloom.rollout.paged_ops import Ops, TorchOps
 from meshloom.rollout.paged_scheduler import PagedScheduler, Pass, Running
 from meshloom.rollout.pages import Pages
-from meshloom.rollout.peers import Alone, Decision, Peers
+from meshloom.rollout.peers import Alone, Peers
 from meshloom.rollout.protocol import Completion, FinishReason, Request
 from meshloom.rollout.requests import check_requests, kv_tokens, require_fit
 from meshloom.rollout.scheduler import Sample
@@ -251,7 +252,7 @@ class _Generation:
         ended: list[Sample] = []
         now = self.runner.host.state[:, : len(self.scheduler.running)]
         found = self._engine.decided(is_over=time.monotonic() >= self._deadline, drawn=zlib.crc32(now.tobytes()))
-        if aborted := found.aborted | (found.withdrawn & self.scheduler.unbegun()):
+        if aborted := found.ended(self.scheduler.unbegun()):
             ended += self._end(aborted, FinishReason.ABORTED)
         if found.is_over:
             ended += self._end(None, FinishReason.DEADLINE)

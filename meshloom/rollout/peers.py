@@ -10,7 +10,6 @@ Legend: N rows, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,22 +18,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from meshloom.config.errors import RunFault
+from meshloom.rollout.endings import Decision
 from meshloom.train.vocabulary import VocabularyPart
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What ends before the next round of steps.
-
-    Args:
-        is_over: all of it: the deadline is over.
-        aborted: requests that were aborted.
-        withdrawn: requests that end if none of their samples has begun.
-    """
-
-    is_over: bool
-    aborted: frozenset[int] = frozenset()
-    withdrawn: frozenset[int] = frozenset()
 
 
 class Peers(Protocol):

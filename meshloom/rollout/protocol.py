@@ -126,3 +126,11 @@ class Engine(Protocol):
     def wake(self) -> None:
         """Take it back."""
         ...
+
+
+class ReplicaEngine(Engine, Protocol):
+    """An engine that can be one replica of several, which even out what they have to do."""
+
+    def withdraw(self, request_id: int) -> None:
+        """End a request, if none of its samples has begun: they come with ``FinishReason.ABORTED``, without tokens."""
+        ...

@@ -140,7 +140,7 @@ class TorchEngine(EmbeddedVerbs):
         """End what was aborted, and everything once the deadline is over."""
         ended: list[Sample] = []
         found = self._peers.follow(self._to_end(is_over=time.monotonic() >= deadline), self._drawn)
-        if aborted := found.aborted | (found.withdrawn & scheduler.unbegun()):
+        if aborted := found.ended(scheduler.unbegun()):
             ended += scheduler.end(lambda sample: sample.request.id in aborted, FinishReason.ABORTED)
         if found.is_over:
             ended += scheduler.end(lambda sample: True, FinishReason.DEADLINE)

@@ -9,6 +9,8 @@ Its prefix cache is keyed by the weights' version, so that a prompt computed wit
 """
 
 import time
+import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -16,15 +18,17 @@ from typing import Protocol
 
 import torch
 
+from meshloom.rollout.endings import Decision, HearsEnds
 from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
 from meshloom.rollout.protocol import Completion, FinishReason, Request
 from meshloom.rollout.requests import check_requests
 from meshloom.rollout.stopping import Decode, StopRule
 from meshloom.rollout.vllm_build import OpenVllm, VllmReceiver
 from meshloom.rollout.vllm_requests import RunningSample, finish_reason, require_possible, token_logprobs, vllm_params
+from meshloom.rollout.vllm_samples import SamplesAtWork
 
 _STEPS_PER_LOOK = 8
-"""Ranks of one replica agree on the time once in so many steps."""
+"""Ranks of one replica agree on what is to end once in so many steps."""
 
 TokenLogprobs = Callable[[Sequence[Sequence[int]]], list[list[float]]]
 
@@ -41,7 +45,7 @@ class WeightsFeed(Protocol):
         ...
 
 
-class VllmEngine:
+class VllmEngine(HearsEnds):
     """vLLM behind the protocol of engines.
 
     Args:
@@ -57,10 +61,11 @@ class VllmEngine:
     def __init__(
         self, opened: OpenVllm, *, feed: WeightsFeed, eos_ids: tuple[int, ...], decode: Decode | None = None
     ) -> None:
+        super().__init__()
         self.version = 0
         self.generated_tokens = self.prompt_tokens = self.cached_prompt_tokens = 0
         self._opened, self._llm, self._receiver, self._feed = opened, opened.llm, VllmReceiver(opened), feed
-        self._world, self._turns = opened.options.world, count()
+        self._world, self._looks = opened.options.world, count()
         self._device, self._can_sleep = opened.options.device, opened.options.can_sleep
         self._eos_ids, self._decode = eos_ids, decode
         config = self._llm.vllm_config
@@ -69,8 +74,8 @@ class VllmEngine:
         # With asynchronous scheduling one step is under way when another one's tokens arrive.
         self._steps_ahead = int(bool(config.scheduler_config.async_scheduling))
         self._keys = count()
-        self._running: dict[str, RunningSample] | None = None
-        self._aborted: set[int] = set()
+        self._current: SamplesAtWork | None = None
+        self._drawn = 0
         self._asleep = False
         self._stale = True
         """Whether the weights in vLLM are not the trainer's: placeholders, or gone in sleep."""
@@ -92,12 +97,8 @@ class VllmEngine:
         if self._asleep:
             raise RuntimeError("the engine sleeps; call wake() before generate()")
         self._check(with_largest(requests, feed))
-        self._aborted.clear()
+        self._ends.clear()
         return self._generate(requests, time.monotonic() + deadline_s, feed)
-
-    def abort(self, request_id: int) -> None:
-        """End a request's unfinished samples; they come with ``FinishReason.ABORTED``. Others are not disturbed."""
-        self._aborted.add(request_id)
 
     def load_weights(self, version: int) -> None:
         """Take the trainer's weights; tokens drawn from now on carry ``version``.
@@ -112,10 +113,10 @@ class VllmEngine:
         if self._asleep and self._can_sleep:
             self._stale = True
             return
-        if self._running:
-            self._mark_version(self._running)
+        if self._runs:
+            self._mark_version(self._current)
         self._take_weights()
-        if not self._running:
+        if not self._runs:
             self._feed.prove(self.score)
 
     def sleep(self) -> None:
@@ -124,7 +125,7 @@ class VllmEngine:
         Raises:
             RuntimeError: if the engine is generating.
         """
-        if self._running is not None:
+        if self._current is not None:
             raise RuntimeError("the engine is generating; close its iterator before sleep()")
         if self._can_sleep and not self._asleep:
             with self._opened.inside():
@@ -183,6 +184,11 @@ class VllmEngine:
         }
 
     @property
+    def _runs(self) -> bool:
+        """Whether samples are in vLLM."""
+        return self._current is not None and bool(self._current.running)
+
+    @property
     def _salt(self) -> str:
         return f"version {self.version}"
 
@@ -197,7 +203,7 @@ class VllmEngine:
     def _take_weights(self) -> None:
         with self._inside():
             self._feed.move(self._receiver)
-            if not self._running:
+            if not self._runs:
                 self._llm.reset_prefix_cache()
         self._stale = False
 
@@ -206,113 +212,101 @@ class VllmEngine:
         require_possible(requests, longest=self._longest)
 
     def _generate(self, requests: Sequence[Request], deadline: float, feed: RequestFeed | None) -> Iterator[Completion]:
-        if self._running is not None:
+        if self._current is not None:
             raise RuntimeError("the engine is generating already; finish or close that iterator first")
         if self._stale:
             began = time.monotonic()
             self._take_weights()
             self._feed.prove(self.score)
             deadline += time.monotonic() - began
-        running: dict[str, RunningSample] = {}
-        self._running = running
+        # On the processor vLLM forgets the samples' seeds in a step that has greedy ones too.
+        samples = SamplesAtWork(kinds_apart=self._device.type == "cpu")
+        samples.add(self._samples_of(requests))
+        self._current = samples
         try:
-            waves = self._waves(requests)
-            while waves or wait_for_requests(feed, deadline):
-                for sample in waves.pop(0) if waves else ():
-                    self._submit(running, sample)
-                while self._take_later(running, feed) or running:
-                    ended = self._advance(running, deadline, feed)
-                    if not running and not waves and (feed is None or feed.is_exhausted):
-                        self._running = None  # the last samples are handed out by an engine that is free
-                    yield from [sample.completion(reason) for sample, reason in ended]
+            while samples or wait_for_requests(feed, deadline):
+                ended = self._advance(samples, deadline, feed)
+                if not samples and (feed is None or feed.is_exhausted):
+                    self._current = None  # the last samples are handed out by an engine that is free
+                yield from [sample.completion(reason) for sample, reason in ended]
         finally:
-            self._end(running)
+            self._end(samples)
 
-    def _end(self, running: dict[str, RunningSample]) -> None:
+    def _end(self, samples: SamplesAtWork) -> None:
         """Take what still runs out of vLLM, with the step that is under way, whose memory a sleep would take."""
-        if running:
-            self._take_out(list(running))
+        self._take_out(list(samples.running))
         with self._opened.inside():
             for _ in range(2 * self._steps_ahead):
                 self._llm.step()
-        if self._running is running:
-            self._running = None
+        if self._current is samples:
+            self._current = None
 
-    def _waves(self, requests: Sequence[Request]) -> list[list[RunningSample]]:
-        """Samples that are in vLLM at the same time: all of them. On the processor greedy ones come apart from the others:
-        there vLLM forgets the samples' seeds in a step that has both."""
-        samples = [
-            RunningSample(request, index, StopRule.of(request.params, self._eos_ids, self._decode))
+    def _samples_of(self, requests: Sequence[Request]) -> list[RunningSample]:
+        rules = {request.id: StopRule.of(request.params, self._eos_ids, self._decode) for request in requests}
+        return [
+            RunningSample(request, index, rules[request.id], marks=[(0, self.version)])
             for request in requests
             for index in range(len(request.seeds))
         ]
-        if self._device.type == "cuda":
-            return [samples]
-        greedy = [sample for sample in samples if sample.request.params.temperature == 0]
-        others = [sample for sample in samples if sample.request.params.temperature != 0]
-        return [wave for wave in (others, greedy) if wave]
 
-    def _submit(self, running: dict[str, RunningSample], sample: RunningSample) -> None:
+    def _submit(self, samples: SamplesAtWork, sample: RunningSample) -> None:
         from vllm.inputs import tokens_input
 
         sample.key, sample.marks = str(next(self._keys)), [(0, self.version)]
         prompt = tokens_input(list(sample.request.prompt_ids), cache_salt=self._salt)
         sample.internal = self._llm.add_request(sample.key, prompt, vllm_params(sample))
-        running[sample.key] = sample
-
-    def _take_later(self, running: dict[str, RunningSample], feed: RequestFeed | None) -> bool:
-        """Put in what has come since generation began; whether anything has."""
-        later = [] if feed is None else feed.take()
-        self._check(later)
-        for wave in self._waves(later):
-            for sample in wave:
-                self._submit(running, sample)
-        return bool(later)
+        samples.running[sample.key] = sample
 
     def _advance(
-        self, running: dict[str, RunningSample], deadline: float, feed: RequestFeed | None
+        self, samples: SamplesAtWork, deadline: float, feed: RequestFeed | None
     ) -> list[tuple[RunningSample, FinishReason]]:
-        """Step until samples end, which are out of ``running`` then, or more have come."""
+        """Step until samples end, which are out of ``samples`` then, or nothing runs."""
         with self._inside():
-            while running and not (feed is not None and feed.has_requests):
-                ended = self._interrupted(running, deadline) or self._step(running)
+            while True:
+                if feed is not None and feed.has_requests:
+                    later = feed.take()
+                    self._check(later)
+                    samples.add(self._samples_of(later))
+                for sample in samples.ready():
+                    self._submit(samples, sample)
+                if not samples:
+                    return []
+                ended = self._interrupted(samples, deadline) or self._step(samples)
                 if ended:
                     self.generated_tokens += sum(len(sample.ids) for sample, _ in ended)
+                    for sample, _ in ended:
+                        self._drawn = zlib.crc32(array("q", sample.ids).tobytes(), self._drawn)
                     return ended
-        return []
 
-    def _interrupted(
-        self, running: dict[str, RunningSample], deadline: float
-    ) -> list[tuple[RunningSample, FinishReason]]:
-        """End what was aborted, and everything once the deadline is over. Ranks of a replica hear of aborts at different steps:
-        there, samples go on to their end."""
-        if self._is_over(deadline):
-            reason, keys = FinishReason.DEADLINE, list(running)
-        elif self._aborted and (self._world is None or self._world.size == 1):
-            aborted, self._aborted = self._aborted, set()
-            reason, keys = FinishReason.ABORTED, [k for k, sample in running.items() if sample.request.id in aborted]
-        else:
+    def _interrupted(self, samples: SamplesAtWork, deadline: float) -> list[tuple[RunningSample, FinishReason]]:
+        """End what was aborted, what was withdrawn and has not begun, and everything once the deadline is over."""
+        found = self._decided(deadline)
+        if found is None:
             return []
-        for key in keys:
-            self._read_so_far(running[key])
-        ended = [(running[key], reason) for key in keys]
+        reason = FinishReason.DEADLINE if found.is_over else FinishReason.ABORTED
+        ids = found.aborted
+        if found.withdrawn:
+            ids = found.ended(samples.unbegun(lambda sample: bool(self._ids_so_far(sample))))
+        if not (ids or found.is_over):
+            return []
+        keys, ended = samples.take(lambda sample: found.is_over or sample.request.id in ids)
+        for sample in ended:
+            self._read_so_far(sample)
         self._take_out(keys)
-        for key in keys:
-            del running[key]
-        return ended
+        return [(sample, reason) for sample in ended]
 
-    def _is_over(self, deadline: float) -> bool:
-        """Ranks of a replica must end the same samples at the same step: the first one's clock counts, now and then."""
-        over = time.monotonic() >= deadline
-        if self._world is None or self._world.size == 1:
-            return over
-        return next(self._turns) % _STEPS_PER_LOOK == 0 and self._world.first_says(over)
+    def _decided(self, deadline: float) -> Decision | None:
+        """What ends now. Ranks of a replica must end the same samples at the same step: the first one decides, now and then."""
+        if self._world is not None and self._world.size > 1 and next(self._looks) % _STEPS_PER_LOOK:
+            return None
+        found = self._to_end(is_over=time.monotonic() >= deadline)
+        return found if self._world is None else self._world.follow(found, self._drawn)
 
-    def _step(self, running: dict[str, RunningSample]) -> list[tuple[RunningSample, FinishReason]]:
+    def _step(self, samples: SamplesAtWork) -> list[tuple[RunningSample, FinishReason]]:
         """One step of vLLM. Returns the samples that it finished."""
         ended = []
         for output in self._llm.step():
-            sample, part = running.get(output.request_id), output.outputs[0]
+            sample, part = samples.running.get(output.request_id), output.outputs[0]
             if sample is None:
                 continue
             logprobs = token_logprobs(part.logprobs)
@@ -326,26 +320,32 @@ class VllmEngine:
             if reason is not None:
                 self.prompt_tokens += len(sample.request.prompt_ids)
                 self.cached_prompt_tokens += output.num_cached_tokens or 0
-                ended.append((running.pop(sample.key), reason))
+                ended.append((samples.finished(sample.key), reason))
         return ended
+
+    def _ids_so_far(self, sample: RunningSample) -> Sequence[int]:
+        """Tokens of a sample that is not finished."""
+        if sample.streams or not sample.key:
+            return sample.ids
+        return self._llm.output_processor.request_states[sample.internal].detokenizer.output_token_ids
 
     def _read_so_far(self, sample: RunningSample) -> None:
         """Take the tokens of a sample that is not to be finished."""
-        if not sample.streams:
+        if not sample.streams and sample.key:
+            sample.ids = list(self._ids_so_far(sample))
             state = self._llm.output_processor.request_states[sample.internal]
-            sample.ids = list(state.detokenizer.output_token_ids)
             sample.logprobs = token_logprobs(state.logprobs_processor.logprobs)
 
-    def _mark_version(self, running: dict[str, RunningSample]) -> None:
+    def _mark_version(self, samples: SamplesAtWork) -> None:
         """Samples that have tokens go on and note where the new version begins; those that have none begin anew."""
-        for key, sample in list(running.items()):
+        for key, sample in list(samples.running.items()):
             self._read_so_far(sample)
             if sample.ids:
                 sample.marks.append((len(sample.ids) + self._steps_ahead, self.version))
             else:
                 self._take_out([key])
-                del running[key]
-                self._submit(running, sample)
+                del samples.running[key]
+                self._submit(samples, sample)
 
     def _take_out(self, keys: list[str]) -> None:
         if keys:

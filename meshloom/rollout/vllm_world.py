@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d
 
+from meshloom.rollout.endings import Decision
+from meshloom.rollout.peers import Alone, OverRanks
+
 _FIRST_GROUP = 1_000_000
 """Number of the first process group, by which it is named: names are one set for all of a process."""
 
@@ -67,6 +70,7 @@ class VllmWorld:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with self.entered():
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+            self._peers = Alone() if self.size == 1 else OverRanks(dist.group.WORLD)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -86,14 +90,10 @@ class VllmWorld:
         finally:
             distributed_c10d._world = before
 
-    def first_says(self, value: bool) -> bool:
-        """What the first rank says; due on all ranks."""
-        if self.size == 1:
-            return value
-        told = torch.tensor([value], dtype=torch.uint8)
+    def follow(self, decision: Decision, drawn: int) -> Decision:
+        """The first rank's decision: see ``Peers.follow``; due on all ranks."""
         with self.entered():
-            dist.broadcast(told, 0)
-        return bool(told)
+            return self._peers.follow(decision, drawn)
 
     def gathered(self, value: Any) -> list[Any]:
         """What each rank says; due on all ranks."""
