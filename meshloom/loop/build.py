@@ -260,7 +260,12 @@ def require_vocabulary(model: TrainedModel, samples: Iterable[Sequence[int]], se
     Raises:
         UserError: if the tokenizer gives tokens that the model does not have.
     """
-    require_tokens(len(plain_model(model.module).get_input_embeddings().weight), samples, setting)
+    require_tokens(token_rows(model), samples, setting)
+
+
+def token_rows(model: TrainedModel) -> int:
+    """Tokens that a model has."""
+    return len(plain_model(model.module).get_input_embeddings().weight)
 
 
 def require_tokens(rows: int, samples: Iterable[Sequence[int]], setting: str = "model.path") -> None:

@@ -14,10 +14,10 @@ from rich.console import Console
 from meshloom.config.errors import UserError
 from meshloom.config.settings import EvalSettings
 from meshloom.loop.build import build_actor, build_engine, build_validator, check_engine, require_vocabulary
-from meshloom.loop.environments import open_environments, open_scorer, run_prompts
-from meshloom.loop.isolation import check_isolation, tell_isolation
+from meshloom.loop.environments import run_prompts
 from meshloom.loop.reward_models import Models
 from meshloom.loop.rewarding import load_reward_models
+from meshloom.loop.surroundings import open_surroundings
 from meshloom.observe.format import number_text, plural
 from meshloom.observe.names import METRICS
 from meshloom.observe.report import write_report
@@ -96,20 +96,19 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
     with ExitStack() as resources:
         scorers = load_reward_models(settings, pick_device(settings.device))
         asked = None if scorers is None else Models(scorers.scores)
-        isolation = check_isolation(settings.reward)
-        pool = open_scorer(resources, settings, {prompt.row.data_source for prompt in prompts}, tokenizer, asked)
-        environments = open_environments(resources, settings, found_prompts)
+        sources = {prompt.row.data_source for prompt in prompts}
+        around = open_surroundings(resources, settings, found_prompts, sources, tokenizer, asked)
         bound = MicrobatchBound(settings.data.max_prompt_tokens + settings.rollout.max_response_tokens)
         model = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
         longest = settings.validation.max_response_tokens
         engine = build_engine(model, settings.rollout, settings.data, tokenizer, max_response_tokens=longest)
-        validator = build_validator(settings, engine, pool, tokenizer, prompts, environments)
+        validator = build_validator(settings, engine, around.scorer, tokenizer, prompts, around.environments)
         require_vocabulary(model, (prompt.ids for prompt in prompts))
         validator.collector.check()
         described = {"plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
         folder = resources.enter_context(RunFolder.create(settings.run_dir, settings=settings, **described))
         folder.checkpoints.rmdir()  # an evaluation makes none
-        tell_isolation(isolation, lambda text: console.print(text, markup=False, highlight=False), folder.path)
+        around.tell(lambda text: console.print(text, markup=False, highlight=False), folder.path)
         folder.set_status(RunState.RUNNING, step=0, steps=0)
         clock = PhaseClock()
         with clock.phase("validate"):

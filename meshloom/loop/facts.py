@@ -1,5 +1,6 @@
 """What workers tell the controller of their devices and models. Plain records, which travel."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -14,6 +15,11 @@ class DeviceFacts:
 
     free_bytes: int | None
     described: dict[str, str | None]
+
+
+def least_free_bytes(devices: Sequence[DeviceFacts]) -> int | None:
+    """What every GPU of a run has free; none for the processors."""
+    return min((facts.free_bytes for facts in devices if facts.free_bytes is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

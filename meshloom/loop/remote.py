@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
 from meshloom.loop.model_role import COMPUTE_DEADLINE_S
-from meshloom.loop.rl import Lesson, RLStage
+from meshloom.loop.rl import RLStage
+from meshloom.loop.roles import Lesson
 from meshloom.loop.stage import Attempt, Draw, Group, Job
 from meshloom.observe.timing import PhaseClock
 from meshloom.plan.residency import Phase

@@ -17,9 +17,11 @@ from meshloom.fabric.dispatch import GroupLayout
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
 from meshloom.loop.build import find_checkpoint, finish_plan, open_run, require_tokens
-from meshloom.loop.many_devices import ASK_S, BUILD_S, DATA_AXES, sharing_of, start_workers, stopping_at_once
+from meshloom.loop.facts import least_free_bytes
+from meshloom.loop.many_devices import ASK_S, BUILD_S, DATA_AXES, sharing_of
 from meshloom.loop.model_role import RemoteModel
 from meshloom.loop.remote import RankMemory, RemoteSnapshot, snapshot_of
+from meshloom.loop.run_workers import start_workers, stopping_at_once
 from meshloom.loop.session import read_cut
 from meshloom.loop.sft import SftProgram
 from meshloom.loop.sft_host import SftHost
@@ -61,8 +63,7 @@ def run_sft_over_devices(settings: SftSettings, layout: Layout, *, resume: bool)
     with ExitStack() as resources:
         workers = resources.enter_context(start_workers(settings, layout, _HOST))
         told = workers.call("device_facts", phase="start", deadline_s=ASK_S)
-        free = [facts.free_bytes for facts in told if facts.free_bytes is not None]
-        plan, settings = finish_plan(settings, len(examples), min(free, default=None))
+        plan, settings = finish_plan(settings, len(examples), least_free_bytes(told))
         updates = 0 if cut is None else cut.values["step"]
         where = None if checkpoint is None else checkpoint.absolute()
         arguments = {"settings": settings, "layout": layout, "checkpoint": where, "updates": updates}

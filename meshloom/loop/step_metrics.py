@@ -7,6 +7,7 @@ no mean.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from meshloom.config.names import GROUP_ADVANTAGES
 from meshloom.config.settings import TrainSettings
 from meshloom.environments.protocol import FaultReason
 from meshloom.loop.component_watch import by_component
+from meshloom.loop.stage import StepDone
 from meshloom.loop.validate import length_metrics, verdict_counts
 from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples
@@ -138,6 +140,18 @@ def _part_means(batch: Samples) -> dict[str, float]:
         for name, value in parts.items() if valid else ():
             values.setdefault(name, []).append(value)
     return {f"reward/{name}": sum(column) / len(column) for name, column in sorted(values.items())}
+
+
+def progress_metrics(done: StepDone[Any, Any]) -> dict[str, float]:
+    """Where a run is after a step, and which prompts and groups it went on without."""
+    return {
+        "updates": done.version,
+        "weights_version": done.version,
+        "epoch": done.epoch,
+        "prompts_retried": done.retried,
+        "prompts_dropped": done.dropped,
+        "groups_stale": done.stale,
+    }
 
 
 def speed_metrics(batch: Samples, clock: PhaseClock, actor: TrainedModel) -> dict[str, float]:
