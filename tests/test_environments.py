@@ -353,9 +353,9 @@ def test_a_worker_that_is_killed_between_two_turns_costs_nothing(games) -> None:
     ("source", "what"),
     [
         ("class Game:\n    pass\n", "no method 'reset'"),
-        ("raise RuntimeError('no')\n", "raises RuntimeError"),
+        ("class Game: ...\nraise RuntimeError('no')\n", "raises RuntimeError"),
         ("class Other:\n    pass\n", "no function or class 'Game'"),
-        ("import os\nos._exit(4)\n", "ends while it is loaded"),
+        ("import os\nos._exit(4)\nclass Game: ...\n", "ends while it is loaded"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path, source: str, what: str) -> None:

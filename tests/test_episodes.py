@@ -52,6 +52,8 @@ class Game:
         self.turns += 1
         if self.number == 1:
             raise ValueError("lost")
+        if self.number in (4, 5):
+            return "on", 0.0 if self.number == 5 and self.turns == 1 else None, self.turns == 3
         return f"turn {self.turns}", float(len(turn.text) % 3), self.turns == 3
     def close(self):
         pass
@@ -115,7 +117,7 @@ def collected(
         samples_per_prompt=3,
         seed=5,
         environments=Environments(
-            settings=settings, pool=pool, renderer=renderer, system_prompt=None, max_prompt_tokens=64
+            settings=settings, pool=pool, renderer=renderer, system_prompt=None, max_prompt_tokens=64, judge_alone=True
         ),
     )
     collector.check()
@@ -161,6 +163,15 @@ def test_an_environment_that_fails_makes_its_sample_invalid(inputs: Path, pool: 
     assert not bool(masks[8].any()), "it was never asked"
     judged = with_advantages(samples, AlgorithmSettings())
     assert not bool(judged["advantages"][samples.lengths[:3].sum() :].any())
+
+
+def test_an_episode_without_any_reward_is_invalid_and_a_reward_of_0_is_one(inputs: Path, pool: EnvironmentPool) -> None:
+    """An environment that never said a reward gave 0, as if every episode were a failure."""
+    samples = collected(inputs, pool, [4, 5])
+    assert samples["valid"].tolist() == [False] * 3 + [True] * 3
+    reason, turns = samples.meta["invalid"][0], int(samples["turns"][0])
+    assert reason.startswith(f"environment_no_reward: no reward in {turns} turn") and "0.0" in reason
+    assert samples["reward"].tolist() == [0.0] * 6
 
 
 def test_all_turns_together_are_bounded(inputs: Path, pool: EnvironmentPool) -> None:

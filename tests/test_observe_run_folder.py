@@ -48,10 +48,10 @@ def sample(step: int, response: str = "so") -> dict:
     }
 
 
-def test_a_new_folder_holds_settings_plan_and_a_place_for_checkpoints(tmp_path):
+def test_a_new_folder_holds_settings_and_plan(tmp_path):
     path = tmp_path / "deep" / "run"
     with RunFolder.create(path, settings=settings(path), plan_text="the plan\n", plan={"updates": 3}) as run:
-        assert run.checkpoints.is_dir()
+        assert run.checkpoints == path / "checkpoints" and not run.checkpoints.exists()
     assert TrainSettings.model_validate(read_settings(path)) == settings(path)
     assert yaml.safe_load((path / "settings.yaml").read_text())["data"]["train"]["files"] == ["ü.jsonl"]
     assert (path / "plan.txt").read_text() == "the plan\n"

@@ -8,7 +8,7 @@ import torch
 
 from meshloom.algorithms import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, AdvantageInputs, PolicyInputs
 from meshloom.algorithms.own_checks import check_own
-from meshloom.config.errors import UserError
+from meshloom.config.errors import RunFault, UserError
 from meshloom.config.load import load_settings
 from meshloom.config.settings import AlgorithmSettings, TrainSettings
 from meshloom.loop.train import run_training
@@ -130,10 +130,10 @@ def test_a_run_with_a_function_that_cannot_be_used_leaves_no_folder(inputs: Path
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("gone.py:f", "cannot be read"),
-        ("{mine}:g", "no function 'g'"),
+        ("gone.py:f", "there is no file gone.py"),
+        ("{mine}:g", "no function or class 'g'"),
         ("mine.txt:f", "not of the form"),
-        ("{bad}:f", "no Python"),
+        ("{bad}:f", "is not Python"),
     ],
 )
 def test_the_plan_refuses_files_and_functions_that_are_not_there(tmp_path: Path, name: str, told: str) -> None:
@@ -141,6 +141,66 @@ def test_the_plan_refuses_files_and_functions_that_are_not_there(tmp_path: Path,
     found = check_settings(settings(f"algorithm.policy_loss={name.format(mine=mine, bad=bad)}"), None)
     assert [(problem.code, told in problem.what) for problem in found.problems] == [("A027", True)]
     assert check_settings(settings(f"algorithm.policy_loss={mine}:f"), None).problems == []
+
+
+def test_a_misspelt_function_is_told_with_the_nearest(tmp_path: Path) -> None:
+    mine = file_of(tmp_path, "def median_baseline(batch): ...\n")
+    (problem,) = check_settings(settings(f"algorithm.advantage={mine}:medain_baseline"), None).problems
+    assert (problem.why, problem.fix) == ("it has: median_baseline", f"did you mean {mine}:median_baseline?")
+
+
+LATE = """\
+def inner(batch):
+    return batch.nothing
+
+def raises(batch):
+    return inner(batch)
+
+def none(batch):
+    return None
+
+def nan(batch):
+    return batch.of_samples(batch.reward_S * float("nan"))
+
+def loss(inputs, settings):
+    return inputs.logprob_T.sum()
+
+def kl(logprob_T, reference_logprob_T, mask_T):
+    return [1, 2]
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("raises", ["raises AttributeError in the run", "in raises", "return inner(batch)", "return batch.nothing"]),
+        ("none", ["gives NoneType for advantages, not a tensor", "it returned None"]),
+        ("nan", ["gives NaN or infinity for advantages", "it returned tensor([nan"]),
+        ("loss", ["the shape () for losses, on", "it returned tensor("]),
+        ("kl", ["gives list for divergences, not a tensor", "it returned [1, 2]"]),
+    ],
+)
+def test_a_function_that_fails_in_a_run_is_told_by_its_own_lines(
+    tmp_path: Path, function: str, told: list[str]
+) -> None:
+    """What was shown was the program's traceback, or a shape that does not fit somewhere in it."""
+    mine, tokens = file_of(tmp_path, LATE), random_tokens(0)
+    inputs = AdvantageInputs(
+        token_rewards_T=tokens.advantages_T,
+        mask_T=tokens.mask_T,
+        lengths_S=tokens.lengths_S,
+        group_S=torch.zeros(len(tokens.lengths_S), dtype=torch.int64),
+    )
+    with pytest.raises(RunFault) as error:
+        if function == "loss":
+            POLICY_LOSSES.find(f"{mine}:loss")(tokens.inputs(tokens.logprob_T), SETTINGS)
+        elif function == "kl":
+            KL_ESTIMATORS.find(f"{mine}:kl")(tokens.logprob_T, tokens.reference_logprob_T, tokens.mask_T)
+        else:
+            ADVANTAGES.find(f"{mine}:{function}")(inputs)
+    said = str(error.value)
+    assert all(words in said for words in [*told, f"{mine}:{function}", "change: def f("]), said
+    assert "meshloom/algorithms" not in said and said.count("File ") == (2 if function == "raises" else 0)
 
 
 def test_own_functions_never_see_what_stands_outside_the_mask(tmp_path: Path) -> None:

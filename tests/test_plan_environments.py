@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.settings import TrainSettings
+from meshloom.loop.train import run_training
 from meshloom.plan.build import build_plan
 from meshloom.plan.checks import check_settings
 from tests.lesson_runs import train_settings, write_inputs
@@ -27,6 +29,7 @@ TOOLS = f"environment.tools=[{__file__}:settings]"
         ("I002", ["data.train.reasoning_gym=null", "data.train.episodes=5", TOOLS], "no environment makes one"),
         ("I003", ["environment.gym=game"], "write it as file.py:name"),
         ("I004", ["environment.custom=nowhere/game.py:Game"], "there is no file nowhere/game.py"),
+        ("I017", [f"environment.tools=[{__file__}:setings]"], f"did you mean {__file__}:settings?"),
         ("I005", [f"environment.tools=[{__file__}:settings,{__file__}:settings]"], "two tools are called settings"),
         ("I006", [TOOLS, "environment.tool_format=regex"], "needs environment.tool_pattern"),
         ("I008", [TOOLS, "data.chat_template=never"], "set data.chat_template=auto"),
@@ -69,9 +72,20 @@ def test_what_is_likely_not_meant_is_warned_about(code: str, overrides: list[str
     assert (found.problems, [warning.code for warning in found.warnings]) == ([], [code])
 
 
+def test_a_run_refuses_a_file_in_the_words_of_its_plan(tmp_path: Path) -> None:
+    """It said less, and found it out in another process."""
+    inputs = write_inputs(tmp_path)
+    given = train_settings(inputs, tmp_path / "run", "environment.tools=[gone.py:f]", "environment.max_turns=2")
+    (problem,) = check_settings(given, 14).problems
+    with pytest.raises(UserError) as error:
+        run_training(given, resume=False)
+    assert str(error.value) == str(problem)
+    assert "paths are relative to" in str(problem) and not (tmp_path / "run").exists()
+
+
 def test_an_environment_that_judges_needs_no_reward_function(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path)
-    (inputs / "game.py").write_text("")
+    (inputs / "game.py").write_text("make = object\n")
     rows = ("data.train.files=[]", "data.train.episodes=8", "data.validation=null", "reward.function=null")
     given = train_settings(
         inputs, tmp_path / "run", *rows, f"environment.gym={inputs}/game.py:make", "environment.max_turns=2"

@@ -139,8 +139,8 @@ def test_the_last_recipe_counts(tmp_path: Path) -> None:
 def test_an_unknown_recipe_is_refused_with_those_there_are(given: str) -> None:
     with pytest.raises(UserError) as error:
         load(given)
-    assert "dapo" in str(error.value) or "recipe" in str(error.value)
-    assert given in str(error.value)
+    assert ("change: did you mean dppo or dapo? expected: one of ppo" in str(error.value)) == ("dappo" in given)
+    assert given in str(error.value) and "recipe" in str(error.value)
 
 
 @pytest.mark.parametrize("value", ["null", "abc", "true"])

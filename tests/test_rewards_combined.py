@@ -291,6 +291,7 @@ def test_the_plan_refuses_components_that_cannot_work(
     plan = build_plan(components(inputs, *changes)(tmp_path / "run"), 14)
     about = [problem for problem in plan.problems if problem.code == code]
     assert about and said in about[0].what
+    assert not any(str(line.value).startswith("-") for line in plan.lines if line.name.startswith("overlong"))
     for suggestion in about[0].suggestions:
         again = build_plan(components(inputs, *changes, *suggestion)(tmp_path / "run"), 14)
         assert code not in [problem.code for problem in again.problems]

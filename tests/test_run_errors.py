@@ -237,7 +237,7 @@ def test_settings_that_cannot_work(case: str, inputs: Path, capsys: pytest.Captu
 SCORE = "\ndef score(request):\n    return 1\n"
 REWARDS = {
     "no file": ("{inputs}/no.py:score", "", ["there is no file", "reward.function", "reward.py"]),
-    "no function": ("{inputs}/reward.py:scor", None, ["no function 'scor'", "it has: score"]),
+    "no function": ("{inputs}/reward.py:scor", None, ["no function or class 'scor'", "it has: score"]),
     "no name": ("{inputs}/reward.py", None, ["reward.function"]),
     "no verifier": ("exact_mach", None, ["there is no verifier 'exact_mach'", "did you mean exact_match?"]),
     "raises": (

@@ -99,7 +99,7 @@ def test_rollout_writes_the_samples_that_a_run_begins_with(inputs: Path, sampled
         record.pop("advantage")
     assert [record for record in made if record["step"] == 1] == first
     assert {record["step"] for record in made} == {1, 2}
-    assert not list((tmp_path / "made" / "checkpoints").glob("step-*"))
+    assert not (tmp_path / "made" / "checkpoints").exists()
     assert main(["train", str(tmp_path / "run.yaml"), "--from-samples", str(tmp_path / "made")]) == 0
     assert len(read_metrics(tmp_path / "unused")) == 2
 
@@ -196,6 +196,9 @@ def test_a_broken_line_more_steps_than_there_are_and_lacking_baselines_are_told(
     file.write_text(file.read_text().replace("}\n", "\n", 1))
     with pytest.raises(UserError, match=r"cut\.jsonl:1 is no JSON"):
         train(inputs, tmp_path / "run", f"rollout.from_samples={file}")
+    for wrong, said in ((inputs / "train.jsonl", "it has no step"), (inputs, "cannot be read")):
+        with pytest.raises(UserError, match=f"(?s){said}.*change: name a run folder, or a samples.jsonl"):
+            train(inputs, tmp_path / "run", f"rollout.from_samples={wrong}")
 
 
 def test_a_model_with_too_few_tokens_is_refused(inputs: Path, sampled: Path, tmp_path: Path) -> None:

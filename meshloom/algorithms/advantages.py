@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshloom.algorithms.groups import Groups
+from meshloom.algorithms.own import OwnFunction
 from meshloom.algorithms.registry import Registry
 from meshloom.algorithms.segments import (
     discounted_suffix_sums,
@@ -179,12 +180,15 @@ class AdvantageEstimator:
         )
 
 
-def _own(name: str, function: Callable[[Batch], Tensor | tuple[Tensor, Tensor | None]]) -> AdvantageEstimator:
+def _own(name: str, function: OwnFunction) -> AdvantageEstimator:
     """An estimator of the user's own: it gives advantages_M, or these and returns_M."""
 
     def estimate(batch: Batch) -> tuple[Tensor, Tensor | None]:
-        found = function(batch)
-        return (found, None) if isinstance(found, Tensor) else found
+        found, count = function(batch), len(batch.place_M)
+        advantages, returns = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if returns is not None:
+            returns = function.require_finite(returns, count, "returns")
+        return function.require_finite(advantages, count, "advantages"), returns
 
     return AdvantageEstimator(name=name, function=estimate, needs_values=False, needs_greedy=False)
 

@@ -23,18 +23,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from meshloom.algorithms.own import OwnFunction
 from meshloom.algorithms.registry import Registry
 
 KlEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprob_T, reference_logprob_T, mask_T bool) -> kl_T, all [T]; differentiable in ``logprob_T``."""
 
 
-def _own(name: str, function: KlEstimator) -> KlEstimator:
+def _own(name: str, function: OwnFunction) -> KlEstimator:
     """An estimator of the user's own: what stands outside the mask does not reach it, nor counts what it gives there."""
 
     def estimate(logprob_T: Tensor, reference_logprob_T: Tensor, mask_T: Tensor) -> Tensor:
         clean_T, reference_T = (torch.where(mask_T, x, 0.0) for x in (logprob_T, reference_logprob_T.detach()))
-        return torch.where(mask_T, function(clean_T, reference_T, mask_T), 0.0)
+        found_T = function.require(function(clean_T, reference_T, mask_T), len(mask_T), "divergences")
+        return torch.where(mask_T, found_T, 0.0)
 
     return estimate
 

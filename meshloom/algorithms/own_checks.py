@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshloom.algorithms.advantages import AdvantageInputs, Batch
-from meshloom.algorithms.own import load_own, told
+from meshloom.algorithms.own import OwnFunction
 from meshloom.algorithms.policy_losses import PolicyInputs, PolicySettings, TokenLosses
 from meshloom.algorithms.segments import on_tokens
 from meshloom.algorithms.shaping import place_rewards
@@ -31,11 +31,6 @@ _GROUP_S = torch.tensor([0, 0, 0, 1, 1, 2, 0])
 _REWARD_S = torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.3, float("nan")], dtype=torch.float64)
 _SETTINGS = PolicySettings(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
 _TOLERANCE = 1e-5
-_FORMS = {
-    "advantage": "def f(batch): of a meshloom.algorithms.advantages.Batch; gives advantages_M, or (advantages_M, returns_M)",
-    "policy_loss": "def f(inputs, settings): of PolicyInputs and PolicySettings; gives the loss of each token, [T]",
-    "kl_estimator": "def f(logprob_T, reference_logprob_T, mask_T): gives the divergence of each token, [T]",
-}
 
 
 def check_own(settings: AlgorithmSettings) -> None:
@@ -50,41 +45,18 @@ def check_own(settings: AlgorithmSettings) -> None:
             check(_Tried(key, name), settings)
 
 
-class _Tried:
-    """A function under trial, and how its faults are told."""
+class _Tried(OwnFunction):
+    """A function under trial: also its arguments are looked at, and all that it gives."""
 
     def __init__(self, key: str, name: str) -> None:
-        self.key, self.where = key, f"algorithm.{key}={name}"
-        self.function = load_own(name, f"algorithm.{key}")
+        super().__init__(name, f"algorithm.{key}", UserError, "on a small batch")
 
     def __call__(self, *arguments: Any) -> Any:
         try:
             inspect.signature(self.function).bind(*arguments)
         except TypeError as error:
             raise self.fault(f"it takes other arguments: {error}") from error
-        try:
-            return self.function(*arguments)
-        except Exception as error:  # whatever a user's function raises is the reason it cannot be used
-            raise self.fault(f"it raises {type(error).__name__} on a small batch", told(error)) from error
-
-    def fault(self, what: str, why: str = "") -> UserError:
-        return UserError(f"{self.where.partition('=')[2]}: {what}", where=self.where, why=why, fix=_FORMS[self.key])
-
-    def require(self, values: Any, count: int, what: str) -> Tensor:
-        """The values, if they are so many finite floats.
-
-        Raises:
-            UserError: if they are not.
-        """
-        if not isinstance(values, Tensor):
-            raise self.fault(f"it gives {type(values).__name__} for {what}, not a tensor")
-        if values.shape != (count,):
-            raise self.fault(f"it gives the shape {tuple(values.shape)} for {what}, on {count} tokens")
-        if not values.is_floating_point():
-            raise self.fault(f"it gives {values.dtype} for {what}, not floats")
-        if not bool(torch.isfinite(values).all()):
-            raise self.fault(f"it gives NaN or infinity for {what}")
-        return values
+        return super().__call__(*arguments)
 
 
 def _mask() -> Tensor:
@@ -116,8 +88,8 @@ def _check_advantage(tried: _Tried, settings: AlgorithmSettings) -> None:
     if isinstance(found, tuple) and len(found) == 2:
         found, returns = found
         if returns is not None:
-            tried.require(returns, len(batch.place_M), "returns")
-    tried.require(found, len(batch.place_M), "advantages")
+            tried.require_finite(returns, len(batch.place_M), "returns")
+    tried.require_finite(found, len(batch.place_M), "advantages")
 
 
 def _check_loss(tried: _Tried, settings: AlgorithmSettings) -> None:
@@ -135,7 +107,7 @@ def _check_loss(tried: _Tried, settings: AlgorithmSettings) -> None:
     def loss(logprob_T: Tensor, among_T: Tensor, lengths_S: Tensor) -> Tensor:
         found = tried(inputs(torch.where(mask_T, logprob_T, 0.0)[among_T], among_T, lengths_S), _SETTINGS)
         found = found.loss_T if isinstance(found, TokenLosses) else found
-        return tried.require(found, int(among_T.sum()), "losses")
+        return tried.require_finite(found, int(among_T.sum()), "losses")
 
     everything_T = torch.ones_like(mask_T)
     losses_T = _with_gradient(tried, lambda logprob_T: loss(logprob_T, everything_T, _LENGTHS_S))
@@ -152,7 +124,7 @@ def _check_kl(tried: _Tried, settings: AlgorithmSettings) -> None:
     mask_T, reference_T = _mask(), _tokens(1)
 
     def divergence(logprob_T: Tensor) -> Tensor:
-        return tried.require(tried(logprob_T, reference_T, mask_T), len(mask_T), "divergences")
+        return tried.require_finite(tried(logprob_T, reference_T, mask_T), len(mask_T), "divergences")
 
     if settings.kl is KlPlace.LOSS:
         _with_gradient(tried, divergence)

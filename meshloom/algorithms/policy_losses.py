@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from meshloom.algorithms.own import OwnFunction
 from meshloom.algorithms.reduce import COUNT_EPSILON
 from meshloom.algorithms.registry import Registry
 from meshloom.algorithms.segments import on_tokens, sample_counts, sample_sums
@@ -158,14 +159,14 @@ class PolicyLoss:
         return PolicyOutputs(per_token_T=torch.where(mask_T, tokens.loss_T, 0.0), stats=stats)
 
 
-def _own(name: str, function: Callable[[PolicyInputs, PolicySettings], Tensor | TokenLosses]) -> PolicyLoss:
+def _own(name: str, function: OwnFunction) -> PolicyLoss:
     """A loss of the user's own: it gives the loss of each token, or ``TokenLosses``. Correction weights are put on it here."""
 
     def compute(inputs: PolicyInputs, settings: PolicySettings) -> TokenLosses:
         found = function(replace(inputs, correction_weights_T=None), settings)
-        if isinstance(found, Tensor):
-            never = torch.zeros_like(inputs.mask_T)
-            found = TokenLosses(loss_T=found, ratio_T=_log_ratio(inputs).exp(), clipped_T=never)
+        if not isinstance(found, TokenLosses):
+            loss_T, never = function.require(found, len(inputs.mask_T), "losses"), torch.zeros_like(inputs.mask_T)
+            found = TokenLosses(loss_T=loss_T, ratio_T=_log_ratio(inputs).exp(), clipped_T=never)
         return replace(found, loss_T=_weighted(found.loss_T, inputs))
 
     return PolicyLoss(name=name, function=compute, reduction=None)

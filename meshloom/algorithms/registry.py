@@ -6,9 +6,9 @@ error that lists the known ones.
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from meshloom.algorithms.own import load_own
+from meshloom.algorithms.own import OwnFunction
 from meshloom.config.errors import UserError
 from meshloom.config.own import OwnName
 
@@ -24,7 +24,7 @@ class Registry(Mapping[str, T], Generic[T]):
         wrap: makes an entry of a name ``file.py:function`` and that function.
     """
 
-    def __init__(self, kind: str, setting: str, wrap: Callable[[str, Callable[..., Any]], T]) -> None:
+    def __init__(self, kind: str, setting: str, wrap: Callable[[str, OwnFunction], T]) -> None:
         self.kind, self.setting, self._wrap = kind, setting, wrap
         self._entries: dict[str, T] = {}
 
@@ -43,10 +43,10 @@ class Registry(Mapping[str, T], Generic[T]):
         """The entry called ``name``, or one of a function of the user's own.
 
         Raises:
-            UserError: if there is none; it says the nearest name and all names. As ``own.load_own``.
+            UserError: if there is none; it says the nearest name and all names. As ``own.OwnFunction``.
         """
         if OwnName.of(name) is not None:
-            return self._wrap(name, load_own(name, self.setting))
+            return self._wrap(name, OwnFunction(name, self.setting))
         if name in self._entries:
             return self._entries[name]
         near = difflib.get_close_matches(name, self._entries, n=1)

@@ -1,12 +1,13 @@
 """Names of functions of the user's own: ``file.py:function``.
 
-Owns: telling such a name from the name of something built in, and what can be said of it without running the file. Refuses to
-know: what the function is for.
+Owns: telling such a name from the name of something built in. Refuses to know: what the function is for, what is in its file
+(``config.user_file``).
 """
 
-import ast
 from dataclasses import dataclass
 from pathlib import Path
+
+from meshloom.config.user_file import Lacking, lacking
 
 OWN_CHOICES = ("advantage", "policy_loss", "kl_estimator")
 """Keys of the algorithm that may name such a function."""
@@ -25,30 +26,6 @@ class OwnName:
         path, colon, function = name.rpartition(":")
         return cls(Path(path), function) if colon else None
 
-    def fault(self) -> str:
-        """Why it cannot be, as far as can be said without running the file; empty if nothing is wrong."""
-        if self.path.suffix != ".py" or not self.function.isidentifier():
-            return f"{self.path}:{self.function} is not of the form file.py:function"
-        try:
-            tree = ast.parse(self.path.read_bytes())
-        except OSError as error:
-            return f"{self.path} cannot be read: {error.strerror}"
-        except (SyntaxError, ValueError) as error:
-            return f"{self.path} is no Python: {error}"
-        starred = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(tree))
-        if self.function not in _names(tree) and not starred:
-            return f"{self.path} has no function {self.function!r}"
-        return ""
-
-
-def _names(tree: ast.Module) -> set[str]:
-    """What a file may give a name to, anywhere in it."""
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    imported = {
-        (alias.asname or alias.name).partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    return defined | imported | assigned
+    def lacking(self) -> Lacking | None:
+        """Why it cannot be, as far as can be said without running the file; none if nothing is wrong."""
+        return lacking(self.path, self.function)

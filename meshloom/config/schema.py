@@ -121,6 +121,12 @@ class Keys:
         }
         return words[node["type"]] + _range(node)
 
+    def options(self, path: str) -> list[str]:
+        """The names of which a key's value must be one; empty where it may be anything else."""
+        node = self._node(path)
+        nodes = [self._resolve(option) for option in node.get("anyOf", [node])]
+        return [name for each in nodes for name in each.get("enum", ()) if isinstance(name, str)]
+
     def required(self, path: str) -> list[str]:
         """The keys without a default at or below a key: itself, if it is no group."""
         node = self._resolve(self._node(path))

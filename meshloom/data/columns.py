@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Any
 
 from meshloom.config.errors import UserError
+from meshloom.config.near import nearest_first
 from meshloom.config.settings import DataSettings, SftDataSettings
 from meshloom.data.rows import Row
 
@@ -30,11 +30,6 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.source}, {self.unit} {self.number}"
-
-
-def nearest_first(name: str, names: list[str]) -> list[str]:
-    """``names`` with the one most like ``name`` first."""
-    return sorted(names, key=lambda other: -SequenceMatcher(None, name.lower(), other.lower()).ratio())
 
 
 def to_row(record: Mapping[str, Any], index: int, place: Place, data: DataSettings) -> Row:

@@ -7,8 +7,8 @@ Owns: how its entries become rows. Always holds: a row carries in ``extra`` all 
 import dataclasses
 
 from meshloom.config.errors import UserError
+from meshloom.config.near import nearest_first
 from meshloom.config.settings import DataSettings, SftDataSettings, SourceSettings
-from meshloom.data.columns import nearest_first
 from meshloom.data.rows import Row
 
 PREFIX = "reasoning_gym/"

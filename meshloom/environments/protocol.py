@@ -58,7 +58,7 @@ class Observation:
     Args:
         messages: what the model is shown next; a string stands for one message of the user.
         reward: for the turn that was answered; none: nothing is said about it. A sample's reward is the sum of what its turns
-            got, and of the reward function's number where there is one.
+            got, and of the reward function's number where there is one; an episode that has none of these is invalid.
         done: the episode is over; ``messages`` are then not shown.
         numbers: logged as ``environment/<name>``, the last value of each episode; what is not finite is left out.
     """
@@ -99,6 +99,8 @@ class FaultReason(StrEnum):
     environment answered differently."""
     LATE = "episode_deadline"
     """The episode as a whole took too long."""
+    NO_REWARD = "environment_no_reward"
+    """It said nothing about any turn, and nothing else judges: that is not a reward of 0."""
     REWRITTEN = "history_rewritten"
     """The chat template changes earlier turns, so what was sampled is not what would be trained on."""
 

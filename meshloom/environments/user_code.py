@@ -6,7 +6,6 @@ run begins, and all workers run that text; it is executed in worker processes on
 
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from meshloom.config.errors import UserError
+from meshloom.config.user_file import lacking, told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def read_code(place: str, setting: str) -> UserCode:
     """The code that ``file.py:name`` names. Runs none of it.
 
     Raises:
-        UserError: if that is no such name, or the file cannot be read.
+        UserError: if that is no such name, or the file cannot be read or has no such thing.
     """
     path, colon, name = place.rpartition(":")
     if not colon or not path.endswith(".py") or not name:
@@ -49,12 +49,9 @@ def read_code(place: str, setting: str) -> UserCode:
             where=setting,
             fix=f"write it as file.py:name: {setting}=code.py:name",
         )
-    try:
-        source = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"the file {path} cannot be read", where=setting, why=str(error), fix=f"paths are relative to {Path.cwd()}"
-        ) from error
+    if (fault := lacking(Path(path), name)) is not None:
+        raise UserError(fault.what, where=setting, why=fault.why, fix=fault.fix)
+    source = Path(path).read_bytes()
     return UserCode(setting=setting, path=str(Path(path).resolve()), name=name, source=source)
 
 
@@ -96,11 +93,10 @@ def _run_file(code: UserCode, name: str) -> ModuleType:
     try:
         exec(compile(code.source, code.path, "exec"), vars(module))
     except BaseException as error:  # whatever a user's file raises, SystemExit too, is the reason it cannot be used
-        lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
         raise UserError(
             f"the file raises {type(error).__name__} when it is imported",
             where=f"{code.setting}: {code.path}",
-            why="\n    ".join(["its last lines:", *(line[:300] for line in lines[-6:])]),
+            why=told(error, code.path),
             fix="make the file import without an error",
         ) from error
     return module

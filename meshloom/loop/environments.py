@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshloom.config.episode_settings import EnvironmentSettings
 from meshloom.config.errors import UserError
+from meshloom.config.problems import require_none
 from meshloom.config.settings import DataSettings, EvalSettings, SourceSettings, TrainSettings
 from meshloom.data.prompts import RenderedPrompts, end_of_turn, render_prompts
 from meshloom.data.rows import Prompt, Row
@@ -24,6 +25,8 @@ from meshloom.loop.collect import Collector
 from meshloom.loop.episodes import Environments, EpisodeCollector
 from meshloom.loop.reward_models import Models
 from meshloom.loop.rewarding import open_rewards
+from meshloom.plan.environment_checks import check_environment_files
+from meshloom.plan.findings import Findings
 from meshloom.rewards.combined import Combination, Scorer
 
 
@@ -67,7 +70,7 @@ def run_prompts(settings: TrainSettings | EvalSettings, tokenizer: PreTrainedTok
     """How rows of a run become prompts.
 
     Raises:
-        UserError: if a tool has no schema, or the chat template cannot go on after a turn.
+        UserError: if a file lacks what is named, a tool has no schema, or the chat template cannot go on after a turn.
     """
     return RunPrompts(settings.environment, settings.data, tokenizer, _renderer(settings, tokenizer))
 
@@ -76,6 +79,9 @@ def _renderer(settings: TrainSettings | EvalSettings, tokenizer: PreTrainedToken
     environment = settings.environment
     if environment is None:
         return None
+    found = Findings(settings)
+    check_environment_files(found, environment)
+    require_none(found.problems, "environment")
     end = end_of_turn(tokenizer, settings.data)
     if not tokenizer.chat_template or end is None:
         raise UserError(
@@ -111,7 +117,14 @@ def open_environments(
         renderer=prompts.renderer,
         system_prompt=settings.data.system_prompt,
         max_prompt_tokens=settings.data.max_prompt_tokens,
+        judge_alone=_judge_alone(settings),
     )
+
+
+def _judge_alone(settings: TrainSettings | EvalSettings) -> bool:
+    """Whether episodes have no reward but their environment's."""
+    environment, reward = settings.environment, settings.reward
+    return environment is not None and environment.gives_rewards and not (reward.function or reward.components)
 
 
 def open_scorer(
@@ -133,8 +146,7 @@ def open_scorer(
     Raises:
         UserError: if a reward cannot be made.
     """
-    environment, reward = settings.environment, settings.reward
-    if environment is not None and environment.gives_rewards and not (reward.function or reward.components):
+    if _judge_alone(settings):
         return Combination(())
     return resources.enter_context(open_rewards(settings, data_sources, tokenizer, models))
 

@@ -47,6 +47,7 @@ class Environments:
         renderer: of conversations.
         system_prompt: put before what a reset gives, if that has none.
         max_prompt_tokens: longest prompt.
+        judge_alone: episodes have no reward but what the environments give.
     """
 
     settings: EnvironmentSettings
@@ -54,6 +55,7 @@ class Environments:
     renderer: ChatRenderer
     system_prompt: str | None
     max_prompt_tokens: int
+    judge_alone: bool
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
         """Messages of a prompt with the system prompt before them."""
@@ -364,6 +366,10 @@ class _Run:
     def _end(self, episode: Episode, finish: str) -> None:
         """The episode is over; its reward is on its way, if it is judged."""
         episode.finish, episode.is_over = finish, True
+        if episode.fault is None and self._own.environments.judge_alone and not episode.rewards:
+            turns = f"{episode.num_turns} {'turn' if episode.num_turns == 1 else 'turns'}, ended by {finish}"
+            why = f"no reward in {turns}; a turn that is worth nothing has the reward 0.0, or set reward.function"
+            episode.fault = Fault(FaultReason.NO_REWARD, why)
         self._num_open -= 1
         self._pool.end(episode.place)
         group, scorings = self._groups[episode.draw.number], self.scorings

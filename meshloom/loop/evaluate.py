@@ -107,7 +107,6 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         validator.collector.check()
         described = {"plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
         folder = resources.enter_context(RunFolder.create(settings.run_dir, settings=settings, **described))
-        folder.checkpoints.rmdir()  # an evaluation makes none
         around.tell(lambda text: console.print(text, markup=False, highlight=False), folder.path)
         folder.set_status(RunState.RUNNING, step=0, steps=0)
         clock = PhaseClock()

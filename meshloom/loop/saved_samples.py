@@ -130,9 +130,7 @@ def read_saved(settings: TrainSettings, decode: Callable[[Sequence[Sequence[int]
     file = path / SAMPLES_FILE if path.is_dir() else path
     groups = _groups(file)
     if not groups:
-        raise UserError(
-            f"{file} has no training samples", where=WHERE, fix="name the samples.jsonl of a run, or its folder"
-        )
+        raise UserError(f"{file} has no training samples", where=WHERE, fix=_another_file(1))
     _check_groups(file, groups, settings)
     _check_texts(file, groups, decode)
     unique = len({number for _, number in groups}) == len(groups)
@@ -156,9 +154,10 @@ def _groups(file: Path) -> dict[tuple[int, int], list[Line]]:
                 if line is not None:
                     found.setdefault((line.record.step, line.record.group), []).append(line)
     except OSError as error:
-        raise UserError(f"{file} cannot be read", where=WHERE, why=error.strerror or str(error)) from error
+        why = error.strerror or str(error)
+        raise UserError(f"{file} cannot be read", where=WHERE, why=why, fix=_another_file(1)) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is no text in UTF-8", where=WHERE, why=str(error)) from error
+        raise UserError(f"{file} is no text in UTF-8", where=WHERE, why=str(error), fix=_another_file(1)) from error
     return found
 
 
@@ -177,17 +176,27 @@ def _line(file: Path, number: int, text: str) -> Line | None:
         raise UserError(
             f"{file}:{number} is no sample to train on",
             where=WHERE,
-            why=f"{field}: {first['msg']}",
-            fix="mend or remove it",
+            why=f"it has no {field}" if first["type"] == "missing" else f"{field}: {first['msg']}",
+            fix=_another_file(number),
         ) from error
     except ValueError as error:
-        raise UserError(f"{file}:{number} is no JSON", where=WHERE, why=str(error), fix="mend or remove it") from error
+        raise UserError(
+            f"{file}:{number} is no JSON", where=WHERE, why=str(error), fix=_another_file(number)
+        ) from error
     for name in ("logprobs", "token_versions", "turn_rewards"):
         values = getattr(record, name)
         if values is not None and len(values) != len(record.response_ids):
             why = f"{name} has {len(values)} numbers, response_ids {len(record.response_ids)}"
-            raise UserError(f"{file}:{number} is no sample to train on", where=WHERE, why=why, fix="mend or remove it")
+            raise UserError(
+                f"{file}:{number} is no sample to train on", where=WHERE, why=why, fix="mend or remove the line"
+            )
     return Line(number, record)
+
+
+def _another_file(number: int) -> str:
+    """What to change about a line that is no sample: a file that begins with one is another kind of file."""
+    name = f"name a run folder, or a {SAMPLES_FILE} that a run or `meshloom rollout` wrote"
+    return name if number == 1 else f"mend or remove the line, or {name}"
 
 
 def _trained(lines: Sequence[Line]) -> list[Line]:

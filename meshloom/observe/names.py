@@ -95,7 +95,7 @@ _ALL = (
     _metric("episodes", "Episodes", U.COUNT, B.NEITHER, S.BEHAVIOUR, "Episodes with an environment; one may be several samples where a template rewrites history."),
     _metric("turns_mean", "Turns", U.NONE, B.NEITHER, S.BEHAVIOUR, "Mean turns of the model in an episode."),
     _metric("environment_tokens_mean", "Environment's tokens", U.TOKENS, B.NEITHER, S.BEHAVIOUR, "Mean tokens that template, tools and environment put between the turns of a sample; they are not trained on."),
-    _metric("environment_invalid", "Failed environments", U.COUNT, B.DOWN, S.BEHAVIOUR, "Episodes whose environment failed or was late, or whose history the template rewrote; they are not trained on."),
+    _metric("environment_invalid", "Failed environments", U.COUNT, B.DOWN, S.BEHAVIOUR, "Episodes whose environment failed, was late or gave no reward, or whose history the template rewrote; they are not trained on."),
     _metric("tool_calls_mean", "Tool calls", U.NONE, B.NEITHER, S.BEHAVIOUR, "Mean calls of tools in an episode."),
     _metric("tool_error_share", "Tool errors", U.SHARE, B.DOWN, S.BEHAVIOUR, "Share of the calls that were answered with an error: malformed, unknown, refused arguments, raised, or late."),
     _metric("entropy", "Entropy", U.NATS, B.NEITHER, S.BEHAVIOUR, "Mean entropy of the sampling distribution; near 0 the model no longer explores."),

@@ -93,7 +93,6 @@ class RunFolder:
             _refuse_filled(folder)
             run = cls(folder, lock)
             run._write_given(settings, plan_text, plan)
-            run.checkpoints.mkdir(exist_ok=True)
         except BaseException:
             lock.release()
             raise
@@ -114,9 +113,7 @@ class RunFolder:
                 why=f"it has no {SETTINGS_FILE}",
                 fix="leave --resume out, or name the folder of an earlier run",
             )
-        run = cls(folder, FolderLock(folder))
-        run.checkpoints.mkdir(exist_ok=True)
-        return run
+        return cls(folder, FolderLock(folder))
 
     def write_settings(self, settings: Settings) -> None:
         """Write all settings, defaults included, to ``settings.yaml``."""

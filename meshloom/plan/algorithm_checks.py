@@ -37,9 +37,8 @@ def check_choices(found: "Findings", algorithm: AlgorithmSettings, *, samples_pe
     _check_control(found, algorithm, samples_per_step)
     _check_unread(found, algorithm)
     for name in OWN_CHOICES:
-        if (own := OwnName.of(getattr(algorithm, name))) is not None and (fault := own.fault()):
-            fix = f"algorithm.{name}=file.py:function, relative to the current directory, or a name"
-            found.refuse("A027", f"algorithm.{name}", fault, fix=fix)
+        if (own := OwnName.of(getattr(algorithm, name))) is not None and (fault := own.lacking()) is not None:
+            found.refuse("A027", f"algorithm.{name}", fault.what, why=fault.why, fix=fault.fix)
 
 
 def _default(name: str, kind: type[AlgorithmSettings] | type[CorrectionSettings] = AlgorithmSettings) -> object:

@@ -19,6 +19,7 @@ from meshloom.config.names import (
     PolicyLoss,
     Verifier,
 )
+from meshloom.config.near import files_near
 from meshloom.config.settings import (
     SOURCE_KINDS,
     AlgorithmSettings,
@@ -86,7 +87,7 @@ def _check_source(found: Findings, path: str, source: SourceSettings) -> None:
     for name in source.files:
         file = Path(name)
         if not file.is_file():
-            found.refuse("S002", f"{path}.files", f"there is no file {name}", fix=_files_near(file))
+            found.refuse("S002", f"{path}.files", f"there is no file {name}", fix=files_near(file))
         elif file.suffix.lower() not in _ENDINGS:
             what = f"{name} is neither Parquet nor JSON Lines by its name"
             found.refuse("S003", f"{path}.files", what, fix=f"files must end in {' or '.join(_ENDINGS)}")
@@ -95,15 +96,6 @@ def _check_source(found: Findings, path: str, source: SourceSettings) -> None:
         default = SourceSettings.model_fields[name].get_default(call_default_factory=True)
         if getattr(source, name) != default and owner not in kinds and not (name == "seed" and "episodes" in kinds):
             found.warn("S004", f"{path}.{name}", f"{path}.{name} is not used without {path}.{owner}")
-
-
-def _files_near(file: Path) -> str:
-    """Files like a missing one, relative to the current directory as the missing one was."""
-    if not file.parent.is_dir():
-        return f"there is no folder {file.parent.absolute()}; paths are relative to the current directory"
-    names = sorted(entry.name for entry in file.parent.iterdir() if entry.suffix == file.suffix)
-    near = difflib.get_close_matches(file.name, names, n=3, cutoff=0.4) or names[:3]
-    return f"files nearby: {', '.join(str(file.parent / name) for name in near)}" if near else "give an existing file"
 
 
 def check_function_name(found: Findings, path: str, name: str) -> None:
@@ -116,7 +108,7 @@ def check_function_name(found: Findings, path: str, name: str) -> None:
     """
     file, colon, _ = name.rpartition(":")
     if colon and not Path(file).is_file():
-        found.refuse("S006", path, f"there is no file {file}", fix=_files_near(Path(file)))
+        found.refuse("S006", path, f"there is no file {file}", fix=files_near(Path(file)))
     if not colon:
         _check_verifier(found, path, name)
 

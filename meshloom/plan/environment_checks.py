@@ -8,9 +8,11 @@ from pathlib import Path
 from meshloom.config.episode_settings import EnvironmentSettings
 from meshloom.config.names import GREEDY_ADVANTAGES
 from meshloom.config.settings import EvalSettings, SourceSettings, TrainSettings
+from meshloom.config.user_file import Lack, lacking
 from meshloom.plan.findings import Findings
 
 KINDS = ("tools", "gym", "custom", "reasoning_gym")
+_CODES = {Lack.FORM: "I003", Lack.FILE: "I004", Lack.SYNTAX: "I016", Lack.NAME: "I017"}
 _TOOLS_ONLY = ("tool_format", "tool_pattern", "max_tool_calls", "max_answer_characters")
 
 
@@ -28,7 +30,7 @@ def check_environment(found: Findings, settings: TrainSettings | EvalSettings) -
             "I001", "environment", what, fix="set one of them, such as environment.tools=[tools.py:calculator]"
         )
         return
-    _check_files(found, environment)
+    check_environment_files(found, environment)
     _check_tools(found, environment)
     _check_bounds(found, settings, environment)
     _check_unused(found, environment, kinds[0])
@@ -46,7 +48,8 @@ def _check_sources(found: Findings, settings: TrainSettings | EvalSettings, kind
             found.refuse("I002", f"{path}.episodes", what, fix=fix)
 
 
-def _check_files(found: Findings, environment: EnvironmentSettings) -> None:
+def check_environment_files(found: Findings, environment: EnvironmentSettings) -> None:
+    """Whether the files that are named have the functions and classes, without running them."""
     places = {"environment.gym": (environment.gym,), "environment.custom": (environment.custom,)}
     for path, names in {"environment.tools": environment.tools, **places}.items():
         for name in names:
@@ -55,9 +58,8 @@ def _check_files(found: Findings, environment: EnvironmentSettings) -> None:
             file, colon, function = name.rpartition(":")
             if not colon or not file.endswith(".py") or not function:
                 found.refuse("I003", path, f"{name!r} names no function of a file", fix="write it as file.py:name")
-            elif not Path(file).is_file():
-                why = f"paths are relative to {Path.cwd()}"
-                found.refuse("I004", path, f"there is no file {file}", why=why, fix="give an existing file")
+            elif (fault := lacking(Path(file), function)) is not None:
+                found.refuse(_CODES[fault.lack], path, fault.what, why=fault.why, fix=fault.fix)
 
 
 def _check_tools(found: Findings, environment: EnvironmentSettings) -> None:

@@ -7,12 +7,10 @@ file of rows the first one is read, and the others are counted.
 Codes: D data, W rewards.
 """
 
-import ast
-import difflib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ from typing import Any
 from meshloom.config.errors import UserError
 from meshloom.config.names import Verifier
 from meshloom.config.settings import SOURCE_KINDS, EvalSettings, SftSettings, SourceSettings, TrainSettings
-from meshloom.data.columns import nearest_first, to_row
+from meshloom.config.user_file import Lack, lacking
+from meshloom.data.columns import to_row
 from meshloom.data.files import read_file
 from meshloom.data.rows import Row
 from meshloom.data.tasks import PREFIX
@@ -32,8 +31,8 @@ from meshloom.plan.reward_checks import check_components, component_lines, funct
 
 AnySettings = TrainSettings | SftSettings | EvalSettings
 
-_BINDERS = {"globals", "vars", "locals", "setattr", "exec"}
-"""What can bind a name that no statement does."""
+_CODES = {Lack.FORM: "W002", Lack.FILE: "S006", Lack.SYNTAX: "W003", Lack.NAME: "W004"}
+"""Codes of what a reward's file lacks."""
 
 
 @dataclass(frozen=True)
@@ -143,45 +142,8 @@ def _environment_judges(settings: TrainSettings | EvalSettings) -> bool:
 
 def _check_function(found: Findings, path: str, file: Path, name: str) -> None:
     """Whether a file has a name at its top level, without running it."""
-    if file.suffix != ".py":
-        fix = "name a file that ends in .py"
-        found.refuse("W002", path, f"the reward file {file} is no Python file", fix=fix)
-        return
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (SyntaxError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
-        found.refuse("W003", path, f"the reward file {file} is not Python", why=why)
-        return
-    names = list(_top_level_names(tree.body))
-    nodes = list(ast.walk(tree))
-    names += [given for node in nodes if isinstance(node, ast.Global) for given in node.names]
-    if name in names or "*" in names or any(isinstance(node, ast.Name) and node.id in _BINDERS for node in nodes):
-        return
-    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    why = f"it has: {', '.join(nearest_first(name, functions)[:10])}" if functions else "it defines no function"
-    near = difflib.get_close_matches(name, names, n=1)
-    fix = f"did you mean {file}:{near[0]}?" if near else "name a function of the file"
-    found.refuse("W004", path, f"the reward file {file} has no function {name!r}", why=why, fix=fix)
-
-
-def _top_level_names(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Names that statements bind in their own scope: definitions, assignments, imports, also inside ``if`` and ``try``;
-    ``*`` for whatever a star import brings."""
-    for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield statement.name
-            continue
-        for node in ast.iter_child_nodes(statement):
-            if isinstance(node, ast.alias):
-                yield (node.asname or node.name).partition(".")[0]
-            elif isinstance(node, ast.stmt):
-                yield from _top_level_names([node])
-            elif isinstance(node, ast.ExceptHandler | ast.match_case):
-                yield from _top_level_names(node.body)
-            else:
-                targets = (part for part in ast.walk(node) if isinstance(part, ast.Name))
-                yield from (part.id for part in targets if isinstance(part.ctx, ast.Store))
+    if (fault := lacking(file, name)) is not None:
+        found.refuse(_CODES[fault.lack], path, fault.what, why=fault.why, fix=fault.fix)
 
 
 def _data_lines(settings: AnySettings, firsts: Sequence[_First], template: bool | None) -> list[LedgerLine]:

@@ -119,8 +119,8 @@ def _check_overlong(found: Findings, settings: TrainSettings | EvalSettings) -> 
             "W011",
             f"{path}.buffer_tokens",
             what,
-            why="every response would be penalised",
-            fix=f"set {value}",
+            why=f"every response would be penalised: the penalty would begin at {most - overlong.buffer_tokens} tokens",
+            fix=f"set {path}.buffer_tokens to {most} or less, such as {value}",
             suggestions=((value,),),
         )
     if most - overlong.buffer_tokens >= longest:
@@ -233,7 +233,8 @@ def component_lines(settings: TrainSettings | EvalSettings) -> Iterator[LedgerLi
     if (overlong := reward.overlong) is not None:
         most, buffer = overlong.max_tokens or settings.rollout.max_response_tokens, overlong.buffer_tokens
         formula = f"min(−(len − ({most} − {buffer})) ÷ {buffer} × {overlong.factor:g}, 0)"
-        yield _derived("overlong: penalty begins at", most - buffer, formula, "tokens")
+        if buffer <= most:
+            yield _derived("overlong: penalty begins at", most - buffer, formula, "tokens")
     if names := component_names(reward):
         yield _derived("components", len(names), "their weighted sum is the reward: " + ", ".join(names), "")
 

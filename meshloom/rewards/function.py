@@ -8,7 +8,6 @@ began; a function that cannot be called as announced is refused before the first
 import difflib
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshloom.config.errors import UserError
 from meshloom.config.names import Verifier
+from meshloom.config.user_file import told
 from meshloom.rewards.outcome import RewardRequest
 from meshloom.rewards.verifiers import VERIFIERS, Scorer
 
@@ -182,11 +182,10 @@ def _run_file(spec: FunctionSpec) -> ModuleType:
     try:
         exec(compile(spec.source, str(spec.path), "exec"), vars(module))
     except BaseException as error:  # whatever a user's file raises, SystemExit too, is the reason it cannot be used
-        lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
         raise UserError(
             f"the reward file raises {type(error).__name__} when it is imported",
             where=f"reward.function: {spec.path}",
-            why="\n    ".join(["its last lines:", *(line[:300] for line in lines[-6:])]),
+            why=told(error, str(spec.path)),
             fix="make the file import without an error",
         ) from error
     return module

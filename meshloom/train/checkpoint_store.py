@@ -180,7 +180,8 @@ def require_room(folder: Path, num_bytes: int, what: str) -> None:
 class CheckpointStore:
     """The checkpoints of one run. One process at a time writes into the folder.
 
-    Opening it makes the folder, and removes what dead processes left: half-written checkpoints, and those no longer kept.
+    Opening it removes what dead processes left: half-written checkpoints, and those no longer kept. The first save makes the
+    folder.
 
     Args:
         folder: where the checkpoints are.
@@ -192,7 +193,6 @@ class CheckpointStore:
         if keep_last < 1 or keep_best < 0:
             raise ValueError(f"keep_last {keep_last} must be at least 1, keep_best {keep_best} at least 0")
         self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
-        folder.mkdir(parents=True, exist_ok=True)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._clean()
@@ -234,6 +234,9 @@ class CheckpointStore:
             raise ValueError(f"score of step {step} is {score}")
         self.wait()
         require_room(self.folder, estimated_bytes, f"the checkpoint of step {step}")
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True)
+            _sync(self.folder.parent)
         if asynchronous:
             self._pending = self._writer.submit(self._write, step, write, score)
         else:
