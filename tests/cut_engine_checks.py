@@ -1,6 +1,8 @@
 """What ranks do in tests of engines whose model is cut over them."""
 
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from meshloom.config.errors import RunFault
 from meshloom.loop.engine_copies import cut_copy, peers_of
 from meshloom.rollout.endings import Decision
+from meshloom.rollout.feed import ReplicaFeed
 from meshloom.rollout.paged_engine import PagedEngine
 from meshloom.rollout.peers import OverRanks
 from meshloom.rollout.protocol import Completion, Engine, Request, SamplingParams
@@ -114,6 +117,25 @@ def end_at_once(kind: str, folder: str) -> tuple[Told, Told]:
             engine.abort(2 if peers.rank == 0 else 3)
         found.append(completion)
     return late, told(found)
+
+
+def join_at_once(kind: str, folder: str) -> tuple[Told, Told]:
+    """Requests that come to ranks at different times, the last ones while others run: what all of them tell, and one device
+    without a feed."""
+    peers = peers_of([0, 1, 2, 3], 2, dist.get_rank())
+    copy = cut_copy(folder, peers, torch.float32, CPU)
+    for parameter in copy.module.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    engine = engine_of(kind, copy.module, peers)
+    asked, found = requests(), []
+    feed = ReplicaFeed(replace(asked[-1], params=SamplingParams(max_tokens=24), seeds=range(15)), engine.first_says)
+    threading.Timer(0.2 * peers.rank, lambda: feed.offer(asked[1:2])).start()
+    for completion in engine.generate(asked[:1], deadline_s=60, feed=feed):
+        if not found:
+            feed.offer(asked[2:])
+        found.append(completion)
+    joined = told(found)
+    return joined, told(list(engine.generate([r for r in asked if (r.id, 0) in joined], deadline_s=60)))
 
 
 def draw_apart() -> str:

@@ -74,6 +74,15 @@ def test_ranks_end_what_the_first_one_ends(four_ranks: Ranks, tmp_path: Path, ki
     assert all(one == found[0] for one in found)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_that_come_later_come_to_all_ranks_at_once(four_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """What one rank has had already waits for the others."""
+    found = four_ranks.run(cut_engine_checks.join_at_once, kind, folder_of(tmp_path, "qwen3"))
+    joined, alone = found[0]
+    assert {request for request, _ in joined} >= {0, 2, 3, 4} and joined == alone
+    assert found[1] == found[0] and found[3] == found[2]
+
+
 def test_a_rank_that_draws_other_tokens_says_so(four_ranks: Ranks) -> None:
     said = four_ranks.run(cut_engine_checks.draw_apart)
     assert "device 2 of an engine has drawn other tokens than the first one" in said[2]

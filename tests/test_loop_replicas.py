@@ -15,7 +15,9 @@ from meshloom.fabric.workers import Workers
 from meshloom.loop.interrupts import Interrupts
 from meshloom.loop.model_role import in_order, merged
 from meshloom.loop.replicas import RemoteEngine, Turns
+from meshloom.loop.shares import Share
 from meshloom.loop.telling import tell_each
+from meshloom.rollout.feed import ReplicaFeed, RequestFeed
 from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from meshloom.rollout.travel import Completions
 from meshloom.samples import Samples
@@ -202,3 +204,81 @@ def test_a_finished_sample_is_told_while_the_next_one_runs() -> None:
 
     tell_each(finished(), tell)
     assert [number for batch in told for number in batch] == [0, 1, 2, 3] and told[-1] == [3]
+
+
+def joined(found: RemoteEngine, requests: Sequence[Request]) -> dict[int, Sequence[int]]:
+    """Tokens of requests of which the last comes, by a feed, when the first has ended, and the others run."""
+    feed, told = RequestFeed(request(0, longest=200, samples=len(requests))), {}
+    feed.put(requests[:-1])
+    for completion in found.generate([], deadline_s=120, feed=feed):
+        if not told:
+            feed.put(requests[-1:])
+            feed.close()
+        told[completion.request_id] = completion.ids
+    return told
+
+
+def test_what_a_feed_brings_joins_what_a_replica_generates(uneven: tuple[Watched, RemoteEngine]) -> None:
+    """It used to wait until all others had ended."""
+    workers, found = uneven
+    fast = RemoteEngine(workers, [[1]], vocabulary=97, move_weights=lambda version: None, takes_turns=True)
+    fast._numbers = found._numbers
+    requests = [request(i, samples=1, longest=2 if i in (0, 3) else 200) for i in range(4)]
+    workers.given = []
+    told = joined(fast, requests)
+    assert workers.given == [(1, [0, 1, 2])], "the last one was brought"
+    assert list(told)[1] == 3, "and ended first of those that ran"
+    assert told == {c.request_id: c.ids for c in engine_of(8).generate(requests, deadline_s=120)}
+    assert fast._replicas[0].waiting_tokens == 0 and not fast._shares
+
+
+def test_who_waits_for_a_replica_goes_before_what_a_feed_brings(uneven: tuple[Watched, RemoteEngine]) -> None:
+    """New weights need not wait for the last turn of the last episode."""
+    workers, found = uneven
+    fast = RemoteEngine(workers, [[1]], vocabulary=97, move_weights=lambda version: None, takes_turns=True)
+    fast._numbers = found._numbers
+    (replica,) = fast._replicas
+    feed = RequestFeed(request(0, longest=200, samples=2))
+    feed.put([request(0, samples=1, longest=2), request(1, samples=1, longest=200)])
+    moved, order = threading.Thread(target=fast.load_weights, args=(1,)), []
+    for completion in fast.generate([], deadline_s=120, feed=feed):
+        order.append((completion.request_id, fast.version))
+        if len(order) == 1:
+            moved.start()
+            while not replica.turns.waiting:
+                moved.join(0.001)
+            feed.put([request(2, samples=1, longest=2)])
+            feed.close()
+    assert order == [(0, 0), (1, 0), (2, 1)] or order == [(0, 0), (1, 1), (2, 1)]
+
+
+def test_requests_that_come_too_late_for_a_generation_are_nobodys() -> None:
+    share = Share((0,), {}, number=3)
+    share.add([request(0), request(1, samples=1), request(2)])
+    told = {"index": 0, "ids": [5], "logprobs": [0.0], "versions": [0], "finish": FinishReason.LENGTH}
+    share.take([Completion(request_id=0, **told), Completion(request_id=0, **told | {"index": 1})])
+    share.take([Completion(request_id=1, **told)])
+    assert [each.id for each in share.left_over()] == [2] and sorted(share.requests) == [0, 1]
+
+
+def test_a_feed_of_a_replica_ends_when_there_is_nothing_to_do_and_all_devices_take_what_the_first_has() -> None:
+    feed = ReplicaFeed(request(9), lambda number: number)
+    feed.offer([request(0), request(1)])
+    assert feed.has_requests and [each.id for each in feed.take()] == [0, 1] and not feed.has_requests
+    following = ReplicaFeed(request(9), lambda number: 1)
+    threading.Timer(0.05, lambda: following.offer([request(2), request(3)])).start()
+    assert following.has_requests and [each.id for each in following.take()] == [2], "which it waits for"
+    feed.wait(60)
+    feed.offer([request(4)])
+    assert feed.is_exhausted and not feed.has_requests and feed.take() == []
+
+
+def test_a_message_that_brings_requests_may_be_early_or_late() -> None:
+    interrupts, found = Interrupts(), engine_of(8)
+    interrupts.bring(1, [request(5, longest=3)])
+    for number in (0, 1):
+        feed = ReplicaFeed(request(0), found.first_says)
+        stream = found.generate([request(0, longest=5)], deadline_s=60, feed=feed)
+        with interrupts.hearing(number, found, feed):
+            assert {c.request_id for c in stream} == ({0} if number == 0 else {0, 5})
+        interrupts.bring(number, [request(6)])

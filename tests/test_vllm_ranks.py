@@ -14,7 +14,7 @@ from meshloom.observe.records import read_metrics
 from meshloom.plan.build import build_plan
 from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from tests.lesson_runs import REWARD, train_settings, write_rows
-from tests.test_loop_replicas import Watched
+from tests.test_loop_replicas import Watched, joined
 from tests.test_many_devices import assert_like
 
 pytestmark = pytest.mark.vllm
@@ -100,8 +100,8 @@ def generate(engine: RemoteEngine, requests: list[Request], *, abort: int | None
     return found
 
 
-def test_a_replica_over_two_devices_ends_what_is_aborted(inputs: Path, tmp_path: Path) -> None:
-    """Its ranks hear of it at different steps; all end it at the one that the first of them says."""
+def test_a_replica_over_two_devices_hears_what_is_aborted_and_what_joins(inputs: Path, tmp_path: Path) -> None:
+    """Its ranks hear of it at different steps; all do it at the one that the first of them says."""
     with replicas_of_vllm(inputs, tmp_path / "run", [[0, 1]], *LAYOUTS["one replica over two"]) as (_, engine):
         requests = [request(0, 3), *(request(number, 150) for number in (1, 2, 3))]
         expected = generate(engine, requests)
@@ -111,8 +111,8 @@ def test_a_replica_over_two_devices_ends_what_is_aborted(inputs: Path, tmp_path:
         assert ended.ids == expected[2].ids[: len(ended.ids)]
         assert ended.logprobs == pytest.approx(expected[2].logprobs[: len(ended.ids)], abs=NEAR)
         assert {number: each.ids for number, each in found.items()} == {n: expected[n].ids for n in (0, 1, 3)}
-        assert {n: each.ids for n, each in generate(engine, requests).items()} == {
-            n: each.ids for n, each in expected.items()
+        assert joined(engine, [*requests[:-1], request(3, 2)]) == {n: each.ids for n, each in expected.items()} | {
+            3: expected[3].ids[:2]
         }
 
 

@@ -5,6 +5,9 @@ texts, how a worker generates. Always holds: a request's samples are made by one
 at a time, in the order of the calls, and never while weights are moved; what a sample is follows from its seed and prompt,
 so it does not matter which replica makes it.
 
+What a feed brings joins the generation that the replica is in, unless somebody else waits for that replica: then it is the
+replica's next one. A generation ends when it has nothing left to do; what was on its way to it then begins another one.
+
 A replica that has done its share of a call takes over what another one has not begun, as long as nobody else wants it: it asks
 for the last half of those requests, and the other gives back, between two rounds of its steps, those that it has not begun.
 """
@@ -97,17 +100,21 @@ class _Job:
     Args:
         deadline_s: of it, from when a replica begins.
         until: when what comes later is over, on the monotonic clock.
+        largest: as long as any request that comes later; none if none will.
         told: what replicas tell.
         shares: of the replicas, begun and not.
         pending: what each replica, by its first rank, has yet to begin.
+        running: what each replica generates, if more may join it.
         at_work: replicas that have a thread.
     """
 
     deadline_s: float
     until: float
+    largest: Request | None
     told: "queue.SimpleQueue[list[Completion] | _More | _End]" = field(default_factory=queue.SimpleQueue)
     shares: list[Share] = field(default_factory=list)
     pending: dict[int, Share] = field(default_factory=dict)
+    running: dict[int, Share] = field(default_factory=dict)
     at_work: set[int] = field(default_factory=set)
 
 
@@ -146,8 +153,6 @@ class RemoteEngine:
         self, requests: Sequence[Request], *, deadline_s: float, feed: RequestFeed | None = None
     ) -> Iterator[Completion]:
         """Yield each sample as it finishes on any replica. The deadline counts from when a replica begins.
-
-        A replica that generates hears nothing until it is done: what a feed brings meanwhile is its next call.
 
         Raises:
             UserError: if a request can never fit a replica's cache.
@@ -197,7 +202,7 @@ class RemoteEngine:
     def _generate(
         self, requests: Sequence[Request], deadline_s: float, feed: RequestFeed | None
     ) -> Iterator[Completion]:
-        job = _Job(deadline_s, time.monotonic() + deadline_s)
+        job = _Job(deadline_s, time.monotonic() + deadline_s, None if feed is None else feed.largest)
         running = self._give(job, requests)
         if feed is not None:
             feed.listen(lambda: job.told.put(_More()))
@@ -221,13 +226,20 @@ class RemoteEngine:
         """Give requests to replicas; how many begin, which were not at work."""
         begun = 0
         for replica, added in self.spread(requests):
+            rank = replica.ranks[0]
             with self._spreading:
-                self._add(job, replica, added, until)
-                begins = replica.ranks[0] not in job.at_work
-                job.at_work.add(replica.ranks[0])
+                share = None if replica.turns.waiting else job.running.get(rank)
+                if share is None:
+                    self._add(job, replica, added, until)
+                else:
+                    share.add(added)
+                begins = rank not in job.at_work
+                job.at_work.add(rank)
+            if share is not None:
+                self._workers.note("bring_requests", {"number": share.number, "requests": added}, ranks=share.ranks)
             if begins:
                 begun += 1
-                run, name = partial(self._run, job, replica), f"generation on rank {replica.ranks[0]}"
+                run, name = partial(self._run, job, replica), f"generation on rank {rank}"
                 threading.Thread(target=run, name=name, daemon=True).start()
         return begun
 
@@ -236,7 +248,7 @@ class RemoteEngine:
         share = job.pending.get(replica.ranks[0])
         if share is None:
             share = job.pending[replica.ranks[0]] = self._new_share(job, replica, until)
-        share.requests.update((request.id, request) for request in requests)
+        share.add(requests)
 
     def _new_share(self, job: _Job, replica: Replica, until: float | None) -> Share:
         share = Share(replica.ranks, {}, until=until)
@@ -287,9 +299,12 @@ class RemoteEngine:
                 share.until = share.until or time.monotonic() + job.deadline_s
                 left_s = max(0.0, share.until - time.monotonic())
                 aborted = sorted(share.aborted)
+                requests = list(share.requests.values())
+                if job.largest is not None:
+                    job.running[replica.ranks[0]] = share
             call = self._workers.submit(
                 "generate",
-                {"requests": list(share.requests.values()), "deadline_s": left_s, "number": share.number},
+                {"requests": requests, "deadline_s": left_s, "number": share.number, "largest": job.largest},
                 ranks=replica.ranks,
                 phase="generate",
                 deadline_s=left_s + _ANSWER_S,
@@ -303,6 +318,10 @@ class RemoteEngine:
             with self._spreading:
                 self._shares.discard(share)
                 job.shares.remove(share)
+                job.running.pop(replica.ranks[0], None)
+                if late := share.left_over():
+                    self._add(job, replica, late, share.until)
+                    job.pending[replica.ranks[0]].aborted |= share.aborted
                 replica.waiting_tokens -= share.tokens
             share.returned.put(None)
 
@@ -333,7 +352,7 @@ class RemoteEngine:
             return None
         with self._spreading:
             found = self._new_share(job, replica, busiest.until)
-            found.requests.update((request.id, request) for request in back)
+            found.add(back)
             replica.waiting_tokens += found.tokens
         return found
 

@@ -1,8 +1,8 @@
 """What one replica of an engine generates of a call, and what of it another one may take over.
 
 Owns: which requests of a share have begun, came back, or were aborted. Refuses to know: turns, workers. Always holds: every
-completion of a request is told to the caller once, by the replica that made it; a request that comes back whole is nobody's
-until it is given to someone.
+completion of a request is told to the caller once, by the replica that made it; a request that comes back whole, or was
+brought to a replica that had ended, is nobody's until it is given to someone.
 """
 
 import queue
@@ -48,6 +48,10 @@ class Share:
         """Most that its requests may take."""
         return sum(map(most_tokens, self.requests.values()))
 
+    def add(self, requests: Sequence[Request]) -> None:
+        """Requests that are this replica's too."""
+        self.requests.update((request.id, request) for request in requests)
+
     def spare(self) -> list[Request]:
         """Requests that may not have begun, and were not asked back."""
         if self.number is None:
@@ -70,3 +74,10 @@ class Share:
             if self._back[number] == len(self.requests[number].seeds):
                 back.append(self.requests.pop(number))
         return kept, back
+
+    def left_over(self) -> list[Request]:
+        """Take out what the replica has told nothing of, now that it has ended: it came too late."""
+        found = [request for request in self.requests.values() if request.id not in self._begun]
+        for request in found:
+            del self.requests[request.id]
+        return found

@@ -33,6 +33,7 @@ from meshloom.plan.layout import Layout
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import Phase
 from meshloom.rewards.model import RewardModels
+from meshloom.rollout.feed import ReplicaFeed
 from meshloom.rollout.protocol import ReplicaEngine, Request
 from meshloom.rollout.travel import Completions
 from meshloom.samples import Samples
@@ -190,13 +191,22 @@ class WorkerHost:
         self._need_engine().generate([request], deadline_s=0.0)
 
     @verb()
-    def generate(self, requests: list[Request], deadline_s: float, number: int) -> dict[str, float]:
-        """Generate, and tell samples as they finish, on the first rank of a replica; what ``memory`` says then. ``number``: of
-        this generation, higher than those before."""
+    def generate(
+        self, requests: list[Request], deadline_s: float, number: int, largest: Request | None
+    ) -> dict[str, float]:
+        """Generate, and tell samples as they finish, on the first rank of a replica; what ``memory`` says then.
+
+        Args:
+            requests: to begin with.
+            deadline_s: of all of them.
+            number: of this generation, higher than those before.
+            largest: as long as any request that may join; none if none will.
+        """
         self._phases.enter("generate")
         tells, engine = self.seat.rank == self._replica[0], self._need_engine()
-        stream = engine.generate(requests, deadline_s=deadline_s)
-        with self._interrupts.hearing(number, engine):
+        feed = None if largest is None else ReplicaFeed(largest, engine.first_says)
+        stream = engine.generate(requests, deadline_s=deadline_s, feed=feed)
+        with self._interrupts.hearing(number, engine, feed):
             if tells:
                 tell = teller()
                 tell_each(stream, lambda finished: tell(Completions.of(finished)))
@@ -208,6 +218,11 @@ class WorkerHost:
     def end_requests(self, number: int, request_ids: list[int], only_unbegun: bool) -> None:
         """Let requests of a generation end, while it is on or yet to come."""
         self._interrupts.tell(number, request_ids, only_unbegun=only_unbegun)
+
+    @note
+    def bring_requests(self, number: int, requests: list[Request]) -> None:
+        """Let requests join a generation that is on or yet to come; they are dropped once it has nothing left to do."""
+        self._interrupts.bring(number, requests)
 
     @verb()
     def score(self, name: str, ids: torch.Tensor, lengths: torch.Tensor) -> list[float]:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Protocol
 
 from meshloom.rollout.endings import HearsEnds
+from meshloom.rollout.peers import Alone, Peers
 
 
 class KeepsPrompts(Protocol):
@@ -20,8 +21,9 @@ class KeepsPrompts(Protocol):
 class EmbeddedVerbs(HearsEnds, ABC):
     """Base of the engines that sample with the trainer's own weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers | None) -> None:
         super().__init__()
+        self._peers = peers or Alone()
         self.version = 0
         self._asleep = False
 
@@ -29,6 +31,10 @@ class EmbeddedVerbs(HearsEnds, ABC):
     @abstractmethod
     def _current(self) -> KeepsPrompts | None:
         """The scheduler of the generation that is on; none if there is none."""
+
+    def first_says(self, number: int) -> int:
+        """The number of the first of the devices that hold the model together; due on all of them."""
+        return self._peers.first_says(number)
 
     def load_weights(self, version: int) -> None:
         """The module's weights were changed in place; tokens drawn from now on carry ``version``.

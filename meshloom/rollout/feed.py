@@ -1,15 +1,20 @@
 """Requests that come while an engine generates.
 
 Owns: the way of later requests into a generation that is on. Refuses to know: who makes them, and from what. Always holds: an
-engine knows from the start how large they can be, so that what it sizes once (a cache, buffers) is large enough for all.
+engine knows from the start how large they can be, so that what it sizes once (a cache, buffers) is large enough for all; the
+devices of a replica take the same requests between the same steps.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from meshloom.rollout.protocol import Request
+
+_ARRIVAL_S = 60.0
+"""Seconds within which requests come to all devices of a replica."""
 
 
 class RequestFeed:
@@ -74,6 +79,47 @@ class RequestFeed:
         """Whether everything was taken and no more will come."""
         with self._changed:
             return self._closed and not self._waiting
+
+
+class ReplicaFeed(RequestFeed):
+    """The feed of one generation of a replica, which ends as soon as there is nothing to do: who has more begins another one.
+
+    Args:
+        largest: as ``RequestFeed``.
+        first_says: the first device's number, of a replica of several; all of them ask at the same points.
+    """
+
+    def __init__(self, largest: Request, first_says: Callable[[int], int]) -> None:
+        super().__init__(largest)
+        self._first_says, self._due = first_says, 0
+
+    def offer(self, requests: Sequence[Request]) -> None:
+        """Hand over requests; they are dropped if the generation has ended."""
+        with suppress(RuntimeError):
+            self.put(requests)
+
+    def take(self) -> list[Request]:
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._waiting) >= self._due, _ARRIVAL_S):
+                raise RuntimeError("requests that came to the first device of a replica did not come to this one")
+            taken, self._waiting, self._due = self._waiting[: self._due], self._waiting[self._due :], 0
+            return taken
+
+    def wait(self, seconds: float) -> None:
+        if self.has_requests:
+            return
+        with self._changed:
+            self._closed = True
+
+    @property
+    def has_requests(self) -> bool:
+        if not (self._due or self._closed):
+            self._due = self._first_says(len(self._waiting))
+        return self._due > 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._closed
 
 
 def with_largest(requests: Sequence[Request], feed: RequestFeed | None) -> list[Request]:

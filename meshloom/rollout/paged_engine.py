@@ -25,7 +25,7 @@ from meshloom.rollout.page_memory import settle, spare_bytes, take_pages
 from meshloom.rollout.paged_ops import Ops, TorchOps
 from meshloom.rollout.paged_scheduler import PagedScheduler, Pass, Running
 from meshloom.rollout.pages import Pages
-from meshloom.rollout.peers import Alone, Peers
+from meshloom.rollout.peers import Peers
 from meshloom.rollout.protocol import Completion, FinishReason, Request
 from meshloom.rollout.requests import check_requests, kv_tokens, require_fit
 from meshloom.rollout.scheduler import Sample
@@ -69,9 +69,8 @@ class PagedEngine(EmbeddedVerbs):
         steps_ahead: int = 16,
         peers: Peers | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(peers)
         self._model, self._head = model, OutputHead(model)
-        self._peers = peers or Alone()
         self._shape = CacheShape.of(plain_model(model), self._peers.count)
         self._vocabulary = vocabulary_of(model, self._peers)
         self._eos_ids, self._decode = eos_ids, decode

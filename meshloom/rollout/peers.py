@@ -46,6 +46,10 @@ class Peers(Protocol):
         """The smallest of all devices' numbers."""
         ...
 
+    def first_says(self, number: int) -> int:
+        """The first device's number."""
+        ...
+
     def follow(self, decision: Decision, drawn: int) -> Decision:
         """The first device's decision.
 
@@ -75,6 +79,9 @@ class Alone:
         return logits_NV
 
     def least(self, number: int) -> int:
+        return number
+
+    def first_says(self, number: int) -> int:
         return number
 
     def follow(self, decision: Decision, drawn: int) -> Decision:
@@ -120,6 +127,9 @@ class OverRanks:
         told = torch.tensor([number], dtype=torch.int64)
         dist.all_reduce(told, dist.ReduceOp.MIN, group=self._group)
         return int(told)
+
+    def first_says(self, number: int) -> int:
+        return self._tell([number])[0]
 
     def follow(self, decision: Decision, drawn: int) -> Decision:
         first = self._tell([decision.is_over, len(decision.aborted), len(decision.withdrawn), drawn])

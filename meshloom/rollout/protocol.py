@@ -134,3 +134,7 @@ class ReplicaEngine(Engine, Protocol):
     def withdraw(self, request_id: int) -> None:
         """End a request, if none of its samples has begun: they come with ``FinishReason.ABORTED``, without tokens."""
         ...
+
+    def first_says(self, number: int) -> int:
+        """The number that the first of the replica's devices has; due on all of them."""
+        ...

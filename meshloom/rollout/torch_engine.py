@@ -22,7 +22,7 @@ from meshloom.rollout.embedded_verbs import EmbeddedVerbs
 from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
 from meshloom.rollout.kv_cache import Bank, CacheShape, KVCache, quarter_of_free_bytes, single_sequence_bytes
 from meshloom.rollout.layouts import BankDecode, DecodeLayout, MixedLayout, PrefillLayout
-from meshloom.rollout.peers import Alone, Peers
+from meshloom.rollout.peers import Peers
 from meshloom.rollout.protocol import Completion, FinishReason, Request
 from meshloom.rollout.requests import check_requests, kv_tokens, require_fit
 from meshloom.rollout.sampling import Rows, draw
@@ -57,9 +57,8 @@ class TorchEngine(EmbeddedVerbs):
         decode: Decode | None = None,
         peers: Peers | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(peers)
         self._model, self._decoder, self._head = model, decoder_of(model), OutputHead(model)
-        self._peers = peers or Alone()
         self._shape = CacheShape.of(plain_model(model), self._peers.count)
         self._small = self._shape.device.type == "cpu" and is_small(model)
         self._vocabulary = vocabulary_of(model, self._peers)

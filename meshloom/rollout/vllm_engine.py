@@ -100,6 +100,10 @@ class VllmEngine(HearsEnds):
         self._ends.clear()
         return self._generate(requests, time.monotonic() + deadline_s, feed)
 
+    def first_says(self, number: int) -> int:
+        """The number of the first of the replica's devices; due on all of them."""
+        return number if self._world is None else self._world.first_says(number)
+
     def load_weights(self, version: int) -> None:
         """Take the trainer's weights; tokens drawn from now on carry ``version``.
 

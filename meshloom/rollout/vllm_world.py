@@ -90,6 +90,11 @@ class VllmWorld:
         finally:
             distributed_c10d._world = before
 
+    def first_says(self, number: int) -> int:
+        """The first rank's number; due on all ranks."""
+        with self.entered():
+            return self._peers.first_says(number)
+
     def follow(self, decision: Decision, drawn: int) -> Decision:
         """The first rank's decision: see ``Peers.follow``; due on all ranks."""
         with self.entered():
