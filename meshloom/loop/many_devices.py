@@ -6,14 +6,13 @@ found before the run folder is touched; the order of prompts, the buffer and the
 workers'.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 
-from meshloom.config.settings import KlPlace, SftSettings, TrainSettings
+from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.fabric.dispatch import GroupLayout
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
@@ -24,7 +23,8 @@ from meshloom.loop.build import (
 )
 from meshloom.loop.critic_role import critic_bound, critic_model_settings
 from meshloom.loop.facts import least_free_bytes
-from meshloom.loop.model_role import RemoteModel, RemoteReference, Sharing
+from meshloom.loop.held import HeldSamples
+from meshloom.loop.model_role import RemoteModel, RemoteReference, RoleRanks
 from meshloom.loop.program import carry_out, control_of
 from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteStage
 from meshloom.loop.remote_scores import asked_on_ranks
@@ -33,15 +33,13 @@ from meshloom.loop.roles import Roles
 from meshloom.loop.run_inputs import RunInputs, check_places
 from meshloom.loop.run_workers import start_workers, stopping_at_once
 from meshloom.loop.session import Session
+from meshloom.loop.sharing import Sharing, sharing_of
 from meshloom.loop.surroundings import Surroundings, open_surroundings
 from meshloom.loop.worker_host import WorkerHost
-from meshloom.plan.arithmetic import pass_cost
 from meshloom.plan.build import Plan, build_plan
 from meshloom.plan.carried_out import Carried
 from meshloom.plan.lag import steps_ahead
 from meshloom.plan.layout import Layout, RoleLayout, share_devices
-from meshloom.plan.model_folder import read_model_folder
-from meshloom.plan.parameters import UnknownFamily, count_parameters
 from meshloom.plan.placement import Role
 from meshloom.plan.reference import refreshes
 from meshloom.rollout.vllm_build import require_vllm
@@ -115,6 +113,7 @@ def _stage(
         plan.critic_updates,
         critic_rows=ranks.critic_rows,
         trained_group=ranks.trained,
+        held=ranks.held,
         background=None if ranks.takes_turns else resources.enter_context(_background(settings)),
         beside=resources.enter_context(_background(settings)) if ranks.critic_is_apart else None,
     )
@@ -143,12 +142,14 @@ class _Ranks:
         self._settings, self._layout, self._workers = settings, layout, workers
         self._actor, self._rollout = layout.role(Role.ACTOR), layout.role(Role.ROLLOUT)
         self._reference = layout.role(Role.REFERENCE)
+        critic = layout.role(Role.CRITIC)
+        trained = {rank for found in (self._actor, critic) if found is not None for rank in found.devices}
+        self.held = HeldSamples(trained, self._tell_to_let_go)
         self.takes_turns = share_devices(self._actor, self._rollout)
-        self.actor = RemoteModel(self._group(self._actor), self._sharing(self._actor, backward=True))
+        self.actor = RemoteModel(self._ranks(self._actor, sharing_of(settings, self._actor, backward=True)))
         reward = layout.role(Role.REWARD)
         self.scoring = () if reward is None else tuple(reward.ranks)
         self.scores_meanwhile = not share_devices(reward, self._rollout)
-        critic = layout.role(Role.CRITIC)
         self.critic = None if critic is None else self._remote_critic(critic)
         self.critic_rows: int | None = None
         self.critic_is_apart = critic is not None and not share_devices(critic, self._actor)
@@ -236,21 +237,19 @@ class _Ranks:
         if self._settings.algorithm.kl is KlPlace.NONE:
             return None
         if self._reference is None:
-            return RemoteReference(self.actor.group, Role.ACTOR, self.actor.sharing)
-        group = self._group(self._reference)
-        sharing = self._sharing(self._reference, backward=False)
+            return RemoteReference(self.actor.ranks, Role.ACTOR)
+        ranks = self._ranks(self._reference, sharing_of(self._settings, self._reference, backward=False))
         both = None
         if refreshes(self._settings):
-            ranks = sorted({*self._actor.devices, *self._reference.devices})
-            both = WorkerGroup(self._workers, GroupLayout.data_parallel(ranks), WorkerHost)
-        return RemoteReference(group, Role.REFERENCE, sharing, both)
+            both = self._all(self._actor, self._reference)
+        return RemoteReference(ranks, Role.REFERENCE, both)
 
     def _remote_critic(self, found: RoleLayout) -> RemoteModel:
         settings = self._settings
         tokens = critic_bound(settings).tokens
         path = critic_model_settings(settings).path
         sharing = sharing_of(settings, found, backward=True, tokens=tokens, path=path)
-        return RemoteModel(self._group(found), sharing, Role.CRITIC)
+        return RemoteModel(self._ranks(found, sharing), Role.CRITIC)
 
     def _all(self, *roles: RoleLayout | None) -> WorkerGroup:
         """All ranks of roles, each by itself."""
@@ -261,31 +260,11 @@ class _Ranks:
         ranks = GroupLayout.of_mesh(found.ranks, found.mesh.axes, DATA_AXES)
         return WorkerGroup(self._workers, ranks, WorkerHost)
 
-    def _sharing(self, found: RoleLayout, *, backward: bool) -> Sharing:
-        return sharing_of(self._settings, found, backward=backward)
+    def _ranks(self, found: RoleLayout, sharing: Sharing) -> RoleRanks:
+        """A model's ranks. Those of the last stage know what its head says: stages are the outermost axis."""
+        knowing = found.ranks[-(len(found.ranks) // found.mesh.size("pp")) :]
+        return RoleRanks(self._group(found), sharing, frozenset(knowing), self.held)
 
-
-def sharing_of(
-    settings: TrainSettings | SftSettings,
-    found: RoleLayout,
-    *,
-    backward: bool,
-    tokens: int | None = None,
-    path: str | None = None,
-) -> Sharing:
-    """How samples are shared out over a role's replicas. Ranks that split sequences hold a microbatch's tokens each.
-
-    Args:
-        settings: of the run.
-        found: the role on its devices.
-        backward: whether its passes are those of training.
-        tokens: of a microbatch, if it is not ``batch.tokens_per_microbatch``.
-        path: folder of its model, if it is not ``model.path``.
-    """
-    tokens = (tokens or settings.batch.tokens_per_microbatch) * found.mesh.size("sp")
-    try:
-        numbers = count_parameters(read_model_folder(Path(path or settings.model.path)).text_config)
-    except UnknownFamily:
-        return Sharing(tokens_per_microbatch=tokens)
-    cost = pass_cost(numbers, backward=backward)
-    return Sharing(tokens_per_microbatch=tokens, pair_cost=cost.per_pair / cost.per_token)
+    def _tell_to_let_go(self, ranks: Sequence[int]) -> None:
+        """Ranks give up what they keep once they have done what they were called for before; nobody waits for it."""
+        self._workers.submit("let_go", ranks=ranks, phase="update", deadline_s=ASK_S)

@@ -1,45 +1,69 @@
 """A model on many devices, as one object with the verbs of a trained model.
 
-Owns: which samples go to which replica, and what is made of their answers. Refuses to know: algorithms, meshes' axes, what a
-worker does. Always holds: a loss and its numbers are those of the whole update, however its samples are shared out; log-probs
-come back in the order of the samples.
+Owns: what is asked of its replicas, and what is made of their answers. Refuses to know: algorithms, meshes' axes, which samples
+go where (``loop.sharing``), what is sent of them (``loop.held``), what a worker does. Always holds: a loss and its numbers are
+those of the whole update, however its samples are shared out; log-probs come back in the order of the samples.
 
 Legend: T tokens of all samples end to end.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshloom.fabric.groups import WorkerGroup
+from meshloom.loop.held import HeldSamples, Shares
+from meshloom.loop.sharing import Sharing, shared_out
 from meshloom.plan.placement import Role
 from meshloom.samples import Samples, concat
-from meshloom.samples.balance import share_out
 from meshloom.train.model import Loss
 from meshloom.train.optimizer import StepStats
 
 COMPUTE_DEADLINE_S = 3600.0
 """Seconds that one pass over a batch may take; dead and silent workers are noticed long before."""
+_KEPT_AS = {Role.REFERENCE: "reference_logprob", Role.CRITIC: "values"}
+"""Columns of a batch that models compute, as the batch has them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """How samples are shared out over the replicas of a model.
+@dataclass(frozen=True)
+class RoleRanks:
+    """The ranks of a model, and what they hold of a step's samples.
 
     Args:
-        tokens_per_microbatch: hard bound on what a replica holds at once.
-        pair_cost: of one token that sees another, in tokens.
+        group: of them.
+        sharing: how samples go to its replicas.
+        knowing: those of them that have what the model's head says.
+        held: what ranks hold of the samples; none where nothing is kept.
     """
 
-    tokens_per_microbatch: int
-    pair_cost: float = 0.0
+    group: WorkerGroup
+    sharing: Sharing
+    knowing: frozenset[int] = frozenset()
+    held: HeldSamples | None = None
 
-    def parts(self, samples: Samples, replicas: int) -> list[list[int]]:
-        """Samples of each replica, by their places."""
-        return share_out(samples, replicas, tokens_per_microbatch=self.tokens_per_microbatch, pair_cost=self.pair_cost)
+    def shares(self, samples: Samples) -> Shares:
+        """Samples shared out over the replicas."""
+        return Shares(samples, shared_out(self.sharing, samples, self.group.layout, self.held), self.held)
+
+    def ask(self, role: Role, samples: Samples, *, temperature: float, adapters: bool) -> Tensor:
+        """Log-probabilities, or a critic's values [T]; ranks that keep the samples keep them too."""
+        shares = self.shares(Samples(samples.lengths, {n: samples.tokens[n] for n in ("ids", "mask")}, samples.rows))
+        name = _KEPT_AS.get(role, "old_logprob" if adapters else "reference_logprob")
+        found = self.group.call(
+            "forward",
+            {"samples": shares, "role": role, "temperature": temperature, "adapters": adapters, "kept_as": name},
+            phase="values" if role is Role.CRITIC else "log-prob",
+            deadline_s=COMPUTE_DEADLINE_S,
+        )
+        (found_T,) = in_order(samples, shares.parts, found).tokens.values()
+        if self.held is not None:
+            layout = self.group.layout
+            ranks = {r: part for r, part in zip(layout.ranks, layout.data_index, strict=True) if r in self.knowing}
+            self.held.computed(name, found_T, samples, shares.parts, ranks)
+        return found_T
 
 
 @dataclass
@@ -47,27 +71,28 @@ class RemoteModel:
     """A model that is trained over ranks.
 
     Args:
-        group: its ranks.
-        sharing: how samples go to its replicas.
+        ranks: that it is on.
         role: whose model it is: the actor's, or the critic's.
     """
 
-    group: WorkerGroup
-    sharing: Sharing
+    ranks: RoleRanks
     role: Role = Role.ACTOR
 
+    @property
+    def group(self) -> WorkerGroup:
+        return self.ranks.group
+
     def forward(self, samples: Samples, *, temperature: float = 1.0, adapters: bool = True) -> tuple[Tensor, ...]:
-        """As ``TrainedModel.forward``."""
-        return asked(self.group, self.role, self.sharing, samples, temperature=temperature, adapters=adapters)
+        """As ``TrainedModel.forward``, but for entropies, which nobody asks for over devices."""
+        found_T = self.ranks.ask(self.role, samples, temperature=temperature, adapters=adapters)
+        return (found_T,)
 
     def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float = 1.0) -> dict[str, Any]:
         """As ``TrainedModel.forward_backward``; ``loss`` travels, so it is a record of this package."""
-        parts = self.sharing.parts(samples, self.group.layout.num_parts)
-        plain = replace(samples, meta={})
         reports = self.group.call(
             "forward_backward",
             {
-                "samples": [plain.select(part) for part in parts],
+                "samples": self.ranks.shares(samples),
                 "role": self.role,
                 "loss": loss,
                 "temperature": temperature,
@@ -102,15 +127,13 @@ class RemoteReference:
     """The reference on its ranks: a frozen copy, or the actor without its adapters.
 
     Args:
-        group: its ranks.
+        ranks: that it is on.
         role: whose model it is: the reference's own, or the actor's.
-        sharing: how samples go to its replicas.
         with_actor: its ranks and those of the actor; none where it is never refreshed.
     """
 
-    group: WorkerGroup
+    ranks: RoleRanks
     role: Role
-    sharing: Sharing
     with_actor: WorkerGroup | None = None
 
     def refresh(self, actor: RemoteModel, version: int) -> None:
@@ -122,29 +145,7 @@ class RemoteReference:
 
     def logprobs(self, samples: Samples, *, temperature: float) -> Tensor:
         """As ``Reference.logprobs``."""
-        adapters = self.role is not Role.ACTOR
-        return asked(self.group, self.role, self.sharing, samples, temperature=temperature, adapters=adapters)[0]
-
-
-def asked(
-    group: WorkerGroup, role: Role, sharing: Sharing, samples: Samples, *, temperature: float, adapters: bool
-) -> tuple[Tensor, ...]:
-    """What the replicas of a model say of samples, [T]: log-probabilities and entropies, or a critic's values."""
-    parts = sharing.parts(samples, group.layout.num_parts)
-    plain = Samples(samples.lengths, {name: samples.tokens[name] for name in ("ids", "mask")})
-    found = group.call(
-        "forward",
-        {
-            "samples": [plain.select(part) for part in parts],
-            "role": role,
-            "temperature": temperature,
-            "adapters": adapters,
-        },
-        phase="values" if role is Role.CRITIC else "log-prob",
-        deadline_s=COMPUTE_DEADLINE_S,
-    )
-    together = in_order(samples, parts, found)
-    return tuple(together[name] for name in (("value",) if role is Role.CRITIC else ("logprob", "entropy")))
+        return self.ranks.ask(self.role, samples, temperature=temperature, adapters=self.role is not Role.ACTOR)
 
 
 def in_order(samples: Samples, parts: Sequence[Sequence[int]], found: Sequence[dict[str, Tensor]]) -> Samples:

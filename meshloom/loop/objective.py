@@ -7,7 +7,7 @@ policy is the trainer's own and no second pass is made.
 Legend: T tokens of a microbatch, S samples.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,11 +103,19 @@ class PolicyObjective:
         totals = denominators(update["mask"], update.lengths, constant=settings.reduction_constant)
         return cls(settings, totals, version)
 
+    def read(self, update: Samples) -> Samples:
+        """The update with what the actor and this loss read of it, and no other column of tokens."""
+        names = ["ids", "mask", "sampled", "sampler_logprob", "version", "reference_logprob", "advantages"]
+        names += [] if self.settings.proximal == "sampler" else ["old_logprob"]
+        return replace(update, tokens={name: update.tokens[name] for name in names if name in update.tokens}, meta={})
+
     def __call__(self, microbatch: Samples, logprob_T: Tensor, entropy_T: Tensor) -> LossParts:
         """This microbatch's share of the loss, and what the step's metrics need."""
         settings, totals = self.settings, self.totals
         mask_T, lengths_S = microbatch["mask"], microbatch.lengths
         old_T = microbatch.tokens.get("old_logprob", logprob_T.detach())
+        if settings.proximal == "sampler":
+            old_T = microbatch["sampler_logprob"]
         # Where the sampler is the proximal policy, the trainer's own are those of the step's first update.
         trainer_T = logprob_T.detach() if settings.proximal == "sampler" else old_T.detach()
         sampled_T = microbatch.tokens.get("sampled", mask_T)

@@ -8,7 +8,7 @@ whose class this is; where engine and trainer share devices they take turns as i
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
+from meshloom.loop.held import HeldSamples
 from meshloom.loop.model_role import COMPUTE_DEADLINE_S
 from meshloom.loop.rl import RLStage
 from meshloom.loop.roles import Lesson
@@ -55,11 +56,13 @@ class RemoteStage(RLStage):
 
     Args:
         trained_group: ranks of the models that are trained.
+        held: what ranks hold of a step's samples, from its log-probs to its updates.
         background: runs rollouts; none where engine and trainer take turns.
         beside: runs the critic's updates while the actor's are on; none where both share devices.
     """
 
     trained_group: WorkerGroup | None = None
+    held: HeldSamples = field(default_factory=lambda: HeldSamples(()))
     background: ThreadPoolExecutor | None = None
     beside: ThreadPoolExecutor | None = None
 
@@ -74,8 +77,24 @@ class RemoteStage(RLStage):
         collect, deadline_s = self.roles.collector.attempt, self.settings.rollout.deadline_s
         return StartedJob(self, self.background.submit(collect, draws, deadline_s=deadline_s, clock=PhaseClock()))
 
+    def begun(self, batch: Samples) -> Samples:
+        """A batch that is about to be judged: ranks keep what they get of it from now on."""
+        return self.held.begin(batch, self.pieces)
+
+    def judge(self, groups: Sequence[Group[Samples]]) -> Samples:
+        """As of ``RLStage``; what ranks keep of a step's samples they keep from here to the end of ``learn``."""
+        with self.held.ended_by_failure():
+            return super().judge(groups)
+
     def learn(self, batch: Samples, version: int) -> Lesson:
-        """The updates of a step; the critic's and the actor's at once, where they have devices of their own."""
+        """The updates of a step, whose samples are kept no longer then."""
+        with self.held.ended_by_failure():
+            lesson = self._learned(batch, version)
+        self.held.end()
+        return lesson
+
+    def _learned(self, batch: Samples, version: int) -> Lesson:
+        """The updates; the critic's and the actor's at once, where they have devices of their own."""
         if self.beside is None:
             return super().learn(batch, version)
         updates = self.updates(batch)

@@ -67,7 +67,7 @@ class RLStage(StageFrame):
     def judge(self, groups: Sequence[Group[Samples]]) -> Samples:
         """What a step learns from: its samples, with what the policies and the critic say of each token, and advantages."""
         self.roles.engine.sleep()
-        batch = concat([group.content for group in groups])
+        batch = self.begun(concat([group.content for group in groups]))
         self.look(batch)
         batch = self.with_logprobs(batch)
         batch = self.with_values(batch)
@@ -134,6 +134,10 @@ class RLStage(StageFrame):
         self.residents.changed("reference")
         self.reference_version = self.version
 
+    def begun(self, batch: Samples) -> Samples:
+        """A batch that is about to be judged."""
+        return batch
+
     def learn(self, batch: Samples, version: int) -> Lesson:
         """The updates of a step: the critic's, then the actor's, which has none while the critic warms up."""
         updates = self.updates(batch)
@@ -158,9 +162,11 @@ class RLStage(StageFrame):
             self.enter(Phase.UPDATE)
             self.await_compiler()
             for update in updates:
-                objective = PolicyObjective.of(update, self.settings.algorithm, version)
+                loss = PolicyObjective.of(update, self.settings.algorithm, version)
                 temperature = self.settings.rollout.sampling.temperature
-                lesson.updates.append(self.roles.actor.forward_backward(update, objective, temperature=temperature))
+                lesson.updates.append(
+                    self.roles.actor.forward_backward(loss.read(update), loss, temperature=temperature)
+                )
                 self._check_gap(lesson.updates)
                 lesson.steps.append(self.roles.actor.optim_step(self.total_updates))
         return lesson
@@ -172,13 +178,16 @@ class RLStage(StageFrame):
         return lesson
 
     def updates(self, batch: Samples) -> list[Samples]:
-        """What is learned of the batch, cut by prompts, once for each epoch. Prompts without a valid sample teach nothing."""
+        """What is learned of the batch, once for each epoch. Prompts without a valid sample teach nothing."""
+        taught = [piece for piece in self.pieces(batch) if bool(piece["mask"].any())]
+        return taught * self.settings.batch.epochs_per_step
+
+    def pieces(self, batch: Samples) -> list[Samples]:
+        """The batch cut by prompts, one piece for each update of an epoch."""
         size = self.settings.batch.prompts_per_update or self.settings.batch.prompts_per_step
         place = torch.unique_consecutive(batch["group"], return_inverse=True)[1]
         count = int(place.max()) // size + 1
-        pieces = [learned(batch.select((place // size == i).nonzero().squeeze(-1))) for i in range(count)]
-        taught = [piece for piece in pieces if bool(piece["mask"].any())]
-        return taught * self.settings.batch.epochs_per_step
+        return [learned(batch.select((place // size == i).nonzero().squeeze(-1))) for i in range(count)]
 
     def sync(self, version: int) -> None:
         """The engine gets the weights."""

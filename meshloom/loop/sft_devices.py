@@ -18,13 +18,14 @@ from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
 from meshloom.loop.build import find_checkpoint, finish_plan, open_run, require_tokens
 from meshloom.loop.facts import least_free_bytes
-from meshloom.loop.many_devices import ASK_S, BUILD_S, DATA_AXES, sharing_of
-from meshloom.loop.model_role import RemoteModel
+from meshloom.loop.many_devices import ASK_S, BUILD_S, DATA_AXES
+from meshloom.loop.model_role import RemoteModel, RoleRanks
 from meshloom.loop.remote import RankMemory, RemoteSnapshot, snapshot_of
 from meshloom.loop.run_workers import start_workers, stopping_at_once
 from meshloom.loop.session import read_cut
 from meshloom.loop.sft import SftProgram
 from meshloom.loop.sft_host import SftHost
+from meshloom.loop.sharing import sharing_of
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.plan.build import build_plan
@@ -87,7 +88,7 @@ def run_sft_over_devices(settings: SftSettings, layout: Layout, *, resume: bool)
 def _model(settings: SftSettings, layout: Layout, workers: Workers) -> RemoteModel:
     found = layout.role(Role.ACTOR)
     ranks = GroupLayout.of_mesh(found.ranks, found.mesh.axes, DATA_AXES)
-    return RemoteModel(WorkerGroup(workers, ranks, SftHost), sharing_of(settings, found, backward=True))
+    return RemoteModel(RoleRanks(WorkerGroup(workers, ranks, SftHost), sharing_of(settings, found, backward=True)))
 
 
 class _RankProgram(SftProgram):

@@ -8,7 +8,7 @@ Legend: T tokens end to end.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,11 @@ class ValueObjective:
         algorithm, clip = settings.algorithm, settings.critic.value_clip
         totals = denominators(update["mask"], update.lengths, constant=algorithm.reduction_constant)
         return cls(float("inf") if clip is None else clip, algorithm.reduction, totals)
+
+    def read(self, update: Samples) -> Samples:
+        """The update with what the critic and this loss read of it, and no other column of tokens."""
+        names = ("ids", "mask", "values", "returns")
+        return replace(update, tokens={name: update.tokens[name] for name in names}, meta={})
 
     def __call__(self, microbatch: Samples, value_T: Tensor) -> LossParts:
         """This microbatch's share of the loss, and what the step's metrics need."""
@@ -85,7 +90,8 @@ def learn_values(
     """
     reports, steps = [], []
     for update in updates:
-        reports.append(critic.forward_backward(update, ValueObjective.of(update, settings)))
+        loss = ValueObjective.of(update, settings)
+        reports.append(critic.forward_backward(loss.read(update), loss))
         steps.append(critic.optim_step(total_updates))
     return ValueLesson(reports, steps)
 

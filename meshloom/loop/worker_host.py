@@ -18,12 +18,14 @@ import torch
 from meshloom.algorithms.own_checks import check_own
 from meshloom.config.errors import RunFault
 from meshloom.config.settings import TrainSettings
-from meshloom.fabric.dispatch import GroupLayout, by_part, from_first
+from meshloom.fabric.dispatch import GroupLayout, from_first
 from meshloom.fabric.seats import Seat
 from meshloom.fabric.verbs import note, teller, verb
 from meshloom.loop.facts import DeviceFacts, ModelFacts
+from meshloom.loop.held import what_is_new
 from meshloom.loop.interrupts import Interrupts
 from meshloom.loop.movers import ReferenceMover, WeightMover
+from meshloom.loop.parcels import KeptSamples, Parcel
 from meshloom.loop.rank_build import RankBuilder
 from meshloom.loop.residents import Residents
 from meshloom.loop.telling import tell_each
@@ -36,7 +38,6 @@ from meshloom.rewards.model import RewardModels
 from meshloom.rollout.feed import ReplicaFeed
 from meshloom.rollout.protocol import ReplicaEngine, Request
 from meshloom.rollout.travel import Completions
-from meshloom.samples import Samples
 from meshloom.train.head import plain_model
 from meshloom.train.load import describe_device, free_memory
 from meshloom.train.mesh_model import MeshModel
@@ -94,6 +95,7 @@ class WorkerHost:
         self._noted: list[dict[str, Any]] = []
         self._phases = PhaseMemory()
         self._interrupts = Interrupts()
+        self._kept = KeptSamples()
 
     @verb()
     def device_facts(self) -> DeviceFacts:
@@ -142,25 +144,35 @@ class WorkerHost:
             checkpoint_bytes=full_bytes(model) if is_first(model.mesh) else 0,
         )
 
-    @verb(dispatch=by_part("samples"), collect=from_answering)
+    @verb(dispatch=what_is_new("samples"), collect=from_answering)
     def forward(
-        self, samples: Samples, role: Role, temperature: float, adapters: bool
+        self, samples: Parcel, role: Role, temperature: float, adapters: bool, kept_as: str
     ) -> dict[str, torch.Tensor] | None:
-        """What a model's head says of this replica's samples: log-probs and entropies, or values."""
+        """What a model's head says first of this replica's samples: log-probs, or values. They are kept under a name of their
+        own where the samples are kept."""
         model = self._models[role]
         names = {Role.REFERENCE: "reference", Role.CRITIC: "values"}
         self._phases.enter(names.get(role, "log_prob" if adapters else "reference"))
-        columns = model.forward(samples, temperature=temperature, adapters=adapters)
-        return dict(zip(model.head.columns, columns, strict=True)) if model.mesh.answers else None
+        column_T = model.forward(self._kept.take(samples), temperature=temperature, adapters=adapters)[0]
+        if model.mesh.knows:
+            self._kept.keep(samples, kept_as, column_T)
+        return {model.head.columns[0]: column_T} if model.mesh.answers else None
 
-    @verb(dispatch=by_part("samples"), collect=from_answering)
-    def forward_backward(self, samples: Samples, role: Role, loss: Loss, temperature: float) -> dict[str, Any] | None:
+    @verb(dispatch=what_is_new("samples"), collect=from_answering)
+    def forward_backward(self, samples: Parcel, role: Role, loss: Loss, temperature: float) -> dict[str, Any] | None:
         """Add the gradient of this replica's part of an update."""
         model = self._models[role]
         self._phases.enter("critic" if role is Role.CRITIC else "update")
         self._seed_dropout(model)
-        report = model.forward_backward(samples, loss, temperature=temperature)
+        report = model.forward_backward(self._kept.take(samples), loss, temperature=temperature)
         return report if model.mesh.answers else None
+
+    @verb()
+    def let_go(self) -> int:
+        """Give up what is kept of a step's samples; how many bytes that were."""
+        count = self._kept.num_bytes
+        self._kept.let_go()
+        return count
 
     @verb(collect=from_first)
     def optim_step(self, role: Role, total_updates: int) -> StepStats:

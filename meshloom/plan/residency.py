@@ -65,6 +65,9 @@ class ModelRole:
         apart: whether the engines that it sends its weights to are on other devices.
         parameters_at: where weights are while they are not needed.
         optimizer_at: where masters and moments are between updates.
+        kept_tokens: of a step, which its ranks keep from its first pass over them to the last; 0 where nothing is kept.
+        kept_width: bytes of one of them, all columns.
+        kept_at: where they are kept.
     """
 
     name: str
@@ -85,6 +88,9 @@ class ModelRole:
     apart: bool = False
     parameters_at: Residency = Residency.DEVICE
     optimizer_at: Residency = Residency.DEVICE
+    kept_tokens: int = 0
+    kept_width: int = 0
+    kept_at: Residency = Residency.HOST
 
     @property
     def is_trained(self) -> bool:
@@ -156,7 +162,7 @@ class Holding:
         role: whose they are.
         name: what they are.
         bytes: how many.
-        phases: when they are on the device.
+        phases: when they are on the device; none for what never is.
         formula: how they follow.
         fleeting: whether they live only while their role computes.
         at: where they are in the other phases.

@@ -23,6 +23,8 @@ from meshloom.plan.shards import Cut, ceil_div
 _PAGE = 64
 _CACHE_SHARE = 0.9
 """Of the memory that is left, what the embedded engine's cache takes at most."""
+_READ_BYTES, _VERSION_BYTES = 9, 4
+"""Of a token's id and mask, and of the version that sampled it."""
 PLACES = {"none": Residency.DEVICE, "host": Residency.HOST, "disk": Residency.DISK}
 """Where bytes are that a setting moves away."""
 
@@ -126,7 +128,19 @@ def model_role(
         apart=apart,
         parameters_at=PLACES[offload.parameters],
         optimizer_at=PLACES[offload.optimizer],
+        kept_tokens=batch.prompts_per_step * batch.samples_per_prompt * longest if over_ranks else 0,
+        kept_width=_kept_width(settings, found.role),
+        kept_at=Residency.HOST if gpu else Residency.DEVICE,
     )
+
+
+def _kept_width(settings: TrainSettings, role: Role) -> int:
+    """Bytes of a token of the samples that a model's ranks keep: ids and mask, and what its loss reads. Advantages and returns
+    come anew with each update."""
+    if role == Role.CRITIC:
+        return _READ_BYTES + FLOAT32
+    log_probs = 1 + computes_old_logprobs(settings) + (settings.algorithm.kl is not KlPlace.NONE)
+    return _READ_BYTES + _VERSION_BYTES + log_probs * FLOAT32
 
 
 def engine_owns_weights(settings: TrainSettings, layout: Layout) -> bool:

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 
 from meshloom.plan.headroom import needed_bytes
 from meshloom.plan.ledger import DERIVED, LedgerLine
-from meshloom.plan.residency import EVERY, EngineRole, Holding, ModelRole, Move, Phase, Residency
+from meshloom.plan.residency import EVERY, EngineRole, Holding, ModelRole, Move, Phase, Residency, through_values
 from meshloom.plan.shards import Cut, Part, cached_values, ceil_div, part_of
 
 FLOAT32 = 4
@@ -91,7 +91,8 @@ class DeviceLedger:
         for holding in self.holdings:
             when = "every phase" if holding.phases == EVERY else ", ".join(holding.phases)
             where = "" if holding.at is Residency.DEVICE else f"; else on the {holding.at}"
-            name, formula = f"{holding.role}: {holding.name}", f"{holding.formula}; in {when}{where}"
+            where = f"; in {when}{where}" if holding.phases else f"; on the {holding.at}"
+            name, formula = f"{holding.role}: {holding.name}", f"{holding.formula}{where}"
             yield replace(_line(name, holding.bytes, formula), phases=tuple(map(str, holding.phases)))
         for phase in self.phases:
             formula = "sum of what the phase holds; libraries and fragmentation come on top"
@@ -141,7 +142,7 @@ def model_holdings(role: ModelRole, stage: int = 0) -> tuple[Holding, ...]:
     found = [*_weights(role, part), *_gathered(role, part)]
     for phase in role.computes:
         found += _computing(role, part, phase, stage)
-    found += _sent(role, part)
+    found += [*_sent(role, part), *_kept(role)]
     return (*found, *_communication(role.name, role.cut))
 
 
@@ -186,7 +187,7 @@ def moves(holdings: Iterable[Holding]) -> tuple[Move, ...]:
     """What offload moves in a step: in before each stretch of phases that need it, and out again after one that changes it."""
     found = []
     for holding in holdings:
-        if holding.at is Residency.DEVICE:
+        if holding.at is Residency.DEVICE or not holding.phases:
             continue
         ways = sum(1 + (Phase.UPDATE in stretch) for stretch in _stretches(holding.phases))
         found.append(Move(role=holding.role, name=holding.name, bytes=holding.bytes, ways=ways, at=holding.at))
@@ -268,6 +269,15 @@ def _sent(role: ModelRole, part: Part) -> Iterator[Holding]:
         formula = f"{_SLOTS} buckets that are sent, of {BUCKET_BYTES // 2**20} MiB at most"
         phases = EVERY if role.apart else (Phase.SYNC,)
         yield _held(role, "weights in movement", count, formula, *phases, fleeting=not role.apart)
+
+
+def _kept(role: ModelRole) -> Iterator[Holding]:
+    """Samples of the step that is on, which ranks have from the controller once (``loop.held``)."""
+    if role.kept_tokens and role.is_trained:
+        count = ceil_div(role.kept_tokens, role.cut.replicas) * role.kept_width
+        formula = f"{role.kept_tokens} tokens of a step{_by(replicas=role.cut.replicas)} × {role.kept_width}"
+        phases = through_values(role.computes) if role.kept_at is Residency.DEVICE else ()
+        yield _held(role, "samples", count, formula, *phases, at=role.kept_at)
 
 
 def _received(role: EngineRole, weights: int) -> Holding:

@@ -20,7 +20,6 @@ _NARROWER = {
     torch.float64: (torch.float32,),
 }
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""A dtype whose equality is that of bits, by bytes."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Compact:
             column_T: one number a token, on the CPU.
         """
         narrow_T = _narrowed(column_T)
-        bits_T = column_T.view(_BITS[column_T.element_size()])
+        bits_T = bits_of(column_T)
         starts_R = torch.cat([torch.zeros(min(1, len(bits_T)), dtype=torch.int64), _changes(bits_T)])
         if len(starts_R) * (column_T.element_size() + 4) >= narrow_T.nbytes:
             return cls(narrow_T, column_T.dtype)
@@ -63,6 +62,11 @@ class Compact:
         return values.to(self.dtype)
 
 
+def bits_of(column: Tensor) -> Tensor:
+    """The same memory in a dtype whose equality is that of bits: zeros have no sign, and what is no number equals itself."""
+    return column.view(_BITS[column.element_size()])
+
+
 def _changes(bits_T: Tensor) -> Tensor:
     """Places whose value is another than that before."""
     return (bits_T[1:] != bits_T[:-1]).nonzero().squeeze(1) + 1
@@ -72,7 +76,6 @@ def _narrowed(column_T: Tensor) -> Tensor:
     """The same values in the narrowest dtype that has them all."""
     for dtype in _NARROWER.get(column_T.dtype, ()):
         narrow_T = column_T.to(dtype)
-        bits = _BITS[column_T.element_size()]
-        if torch.equal(narrow_T.to(column_T.dtype).view(bits), column_T.view(bits)):
+        if torch.equal(bits_of(narrow_T.to(column_T.dtype)), bits_of(column_T)):
             return narrow_T
     return column_T

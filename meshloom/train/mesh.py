@@ -87,9 +87,14 @@ class TrainMesh:
         return self.sizes["replicate"] * self.sizes["fsdp"]
 
     @property
+    def knows(self) -> bool:
+        """Whether this rank has what the head says of its samples: those of the last stage do."""
+        return self.place["pp"] == self.sizes["pp"] - 1
+
+    @property
     def answers(self) -> bool:
         """Whether this rank's results are the ones to collect: one rank of each data place says what all of them know."""
-        return self.place["sp"] == 0 and self.place["tp"] == 0 and self.place["pp"] == self.sizes["pp"] - 1
+        return self.place["sp"] == 0 and self.place["tp"] == 0 and self.knows
 
     @property
     def shards(self) -> int:

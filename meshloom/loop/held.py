@@ -1,0 +1,214 @@
+"""What ranks hold of the samples of the step that is on, as the controller knows it: so that nothing is sent twice.
+
+Owns: which rank has which columns of which samples, what a call has to send, where samples may stay. Refuses to know: models,
+processes, what a column means. Always holds: what a rank is taken to have are columns of the step's batch and nothing else; a
+column that is another than the batch's, such as a mask without invalid samples, is sent where it differs, with each call.
+
+Legend: S samples of a part, B samples of the batch, T tokens of the samples of a call end to end.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.fabric.dispatch import Arguments, Dispatch, GroupLayout
+from meshloom.loop.parcels import Parcel, Piece
+from meshloom.samples import Samples
+from meshloom.samples.compact import Compact, bits_of
+
+PLACE = "place"
+"""Per-sample column of samples of a step: their place in its batch."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Samples of a call, shared out: the argument that ``what_is_new`` makes parcels of.
+
+    Args:
+        samples: all of them; only their tokens are sent.
+        parts: places among them of each replica's.
+        held: what ranks have of them; none where nothing is kept.
+    """
+
+    samples: Samples
+    parts: Sequence[Sequence[int]]
+    held: "HeldSamples | None" = None
+
+
+def what_is_new(name: str) -> Dispatch:
+    """The named argument is ``Shares``: each rank is given its replica's part, and of it what it does not have."""
+
+    def dispatch(arguments: Arguments, layout: GroupLayout) -> Sequence[Arguments]:
+        shares: Shares = arguments[name]
+        if len(shares.parts) != layout.num_parts:
+            raise ValueError(f"{name} has {len(shares.parts)} parts for {layout.num_parts} replicas")
+        held = shares.held or HeldSamples(())
+        pieces = [shares.samples.select(part) for part in shares.parts]
+        parcels = held.parcels(pieces, layout)
+        return [{**arguments, name: parcel} for parcel in parcels]
+
+    return dispatch
+
+
+class HeldSamples:
+    """What ranks have of the batch of the step that is on.
+
+    Args:
+        ranks: that keep what they are given: those of models that are trained.
+        tell: called with ranks that are to give up what they keep.
+    """
+
+    def __init__(self, ranks: Collection[int], tell: Callable[[Sequence[int]], Any] = lambda ranks: None) -> None:
+        self._ranks, self._tell = frozenset(ranks), tell
+        self._number, self._batch = 0, Samples(torch.zeros(0, dtype=torch.int64))
+        self._is_on = False
+        self._has: dict[int, dict[str, Tensor]] = {}
+        self._lock = threading.Lock()
+        self.updates: Sequence[Samples] = ()
+        """What the step will learn from, one for each update: with ``mask``, ``group`` and ``place``."""
+
+    def begin(self, batch: Samples, cut: Callable[[Samples], Sequence[Samples]]) -> Samples:
+        """A step begins; its batch, each sample with its place.
+
+        Args:
+            batch: with ``mask``, ``group`` and ``valid``.
+            cut: makes updates of it, by these columns alone.
+        """
+        place_B = torch.arange(len(batch))
+        rows = {name: batch.rows[name] for name in ("group", "valid")}
+        self.updates = cut(Samples(batch.lengths, {"mask": batch["mask"]}, {**rows, PLACE: place_B}))
+        self._number += 1
+        self._batch, self._has, self._is_on = Samples(batch.lengths, dict(batch.tokens)), {}, True
+        return batch.with_rows(**{PLACE: place_B})
+
+    def end(self) -> None:
+        """The step is over, or has failed: ranks give up what they keep. Waits for nobody."""
+        ranks, self._has, self._is_on = sorted(self._has), {}, False
+        self._batch, self.updates = Samples(torch.zeros(0, dtype=torch.int64)), ()
+        if ranks:
+            self._tell(ranks)
+
+    @contextmanager
+    def ended_by_failure(self) -> Iterator[None]:
+        """If what is done within fails, the step is over. What stops a run at once ends the ranks themselves."""
+        try:
+            yield
+        except Exception:
+            self.end()
+            raise
+
+    def knows(self, samples: Samples) -> bool:
+        """Whether these are samples of the step that is on."""
+        return self._is_on and PLACE in samples.rows
+
+    def keeps(self, layout: GroupLayout) -> bool:
+        """Whether ranks of a group keep what they are given."""
+        return not self._ranks.isdisjoint(layout.ranks)
+
+    def is_whole(self, samples: Samples) -> bool:
+        """Whether these are all samples of the step that is on, in their order."""
+        return self.knows(samples) and torch.equal(samples[PLACE], torch.arange(len(self._batch)))
+
+    def parcels(self, parts: Sequence[Samples], layout: GroupLayout) -> list[Parcel]:
+        """What each rank is sent, of its replica's part; from now on it has that."""
+        same = [self._as_in_batch(part) if self.knows(part) else {} for part in parts]
+        made: dict[tuple[Any, ...], Parcel] = {}
+        found = []
+        with self._lock:
+            for rank, index in zip(layout.ranks, layout.data_index, strict=True):
+                part = parts[index]
+                keeps = rank in self._ranks and self.knows(part)
+                sent = self._sent(rank, part, same[index]) if keeps else _everything(part)
+                # Ranks of a replica mostly lack the same.
+                key = (index, keeps, *((bytes(which.numpy()), *names) for which, names, _ in sent))
+                if key not in made:
+                    made[key] = self._parcel(part, sent, keeps=keeps)
+                found.append(made[key])
+        return found
+
+    def computed(
+        self, name: str, column_T: Tensor, samples: Samples, parts: Sequence[Sequence[int]], ranks: Mapping[int, int]
+    ) -> None:
+        """Ranks keep a column that they have computed of all samples of the step.
+
+        Args:
+            name: that it has from now on.
+            column_T: as they told it.
+            samples: of the call.
+            parts: of each replica, as of ``Shares``.
+            ranks: that have it, with the part that each computed.
+        """
+        if not self.is_whole(samples):
+            return
+        with self._lock:
+            self._batch = self._batch.with_tokens(**{name: column_T})
+            for rank in self._ranks & ranks.keys():
+                self._of_rank(rank, name)[samples[PLACE][list(parts[ranks[rank]])]] = True
+
+    def replicas(self, samples: Samples, layout: GroupLayout) -> list[int]:
+        """Which replica has each sample, on all of its ranks, and most columns of it; -1 where none has it."""
+        place_S, none_S = samples[PLACE], torch.zeros(len(samples), dtype=torch.int64)
+        counts_RS = none_S.repeat(layout.num_parts, 1)
+        whole_RS = torch.ones((layout.num_parts, len(samples)), dtype=torch.bool)
+        with self._lock:
+            for rank, index in zip(layout.ranks, layout.data_index, strict=True):
+                has = self._has.get(rank, {})
+                whole_RS[index] &= has["ids"][place_S] if "ids" in has else False
+                counts_RS[index] += sum((column[place_S] for column in has.values()), none_S)
+        most_S, index_S = torch.where(whole_RS, counts_RS, 0).max(0)
+        return torch.where(most_S > 0, index_S, -1).tolist()
+
+    def _of_rank(self, rank: int, name: str) -> Tensor:
+        """Which samples of the batch a rank has a column of, [B]; to be changed in place."""
+        return self._has.setdefault(rank, {}).setdefault(name, torch.zeros(len(self._batch), dtype=torch.bool))
+
+    def _as_in_batch(self, part: Samples) -> dict[str, Tensor]:
+        """For each column that the batch has too, of which samples it is the same, [S]."""
+        batch = Samples(self._batch.lengths, {n: c for n, c in self._batch.tokens.items() if n in part.tokens})
+        batch = batch.select(part[PLACE])
+        return {name: _same(part, name, column_T) for name, column_T in batch.tokens.items()}
+
+    def _sent(self, rank: int, part: Samples, same: Mapping[str, Tensor]) -> list[tuple[Tensor, list[str], bool]]:
+        """Which samples a rank is sent which columns of, and whether it keeps those; columns of the same samples together."""
+        wanted: dict[tuple[bytes, bool], tuple[Tensor, list[str], bool]] = {}
+        for name in part.tokens:
+            same_S = same.get(name, torch.zeros(len(part), dtype=torch.bool))
+            has_B = self._of_rank(rank, name)
+            for which_S, keeps in ((same_S & ~has_B[part[PLACE]], True), (~same_S, False)):
+                if bool(which_S.any()):
+                    wanted.setdefault((bytes(which_S.numpy()), keeps), (which_S, [], keeps))[1].append(name)
+            has_B[part[PLACE][same_S]] = True
+        return list(wanted.values())
+
+    def _parcel(self, part: Samples, sent: Sequence[tuple[Tensor, list[str], bool]], *, keeps: bool) -> Parcel:
+        pieces = []
+        for which_S, names, kept in sent:
+            some = Samples(part.lengths, {name: part.tokens[name] for name in names})
+            some = some if bool(which_S.all()) else some.select(which_S.nonzero().squeeze(1))
+            columns = {name: Compact.of(column.contiguous()) for name, column in some.tokens.items()}
+            pieces.append(Piece(which_S.nonzero().squeeze(1), columns, kept))
+        places_S = part[PLACE] if keeps else torch.zeros(0, dtype=torch.int64)
+        return Parcel(part.lengths, tuple(part.tokens), tuple(pieces), places_S, self._number if keeps else None)
+
+
+def _everything(part: Samples) -> list[tuple[Tensor, list[str], bool]]:
+    """All columns of all samples, which nobody keeps."""
+    return [(torch.ones(len(part), dtype=torch.bool), list(part.tokens), False)] if len(part) else []
+
+
+def _same(part: Samples, name: str, column_T: Tensor) -> Tensor:
+    """Of which samples a column is equal to another, [S]."""
+    own_T = part.tokens[name]
+    if own_T.dtype != column_T.dtype:
+        return torch.zeros(len(part), dtype=torch.bool)
+    differs_T = bits_of(own_T) != bits_of(column_T)
+    if not bool(differs_T.any()):
+        return torch.ones(len(part), dtype=torch.bool)
+    differs_T = torch.cat([torch.zeros(1, dtype=torch.int64), differs_T.cumsum(0)])
+    counts_S = differs_T[part.offsets]
+    return counts_S[1:] == counts_S[:-1]

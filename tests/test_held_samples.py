@@ -1,0 +1,183 @@
+"""A step's samples stay on the ranks that have them: what ranks compute with is what they would have been sent whole."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from meshloom.fabric.dispatch import GroupLayout
+from meshloom.fabric.wire import decode, encode
+from meshloom.loop.correction import learned
+from meshloom.loop.held import HeldSamples, Shares, what_is_new
+from meshloom.loop.parcels import KeptSamples, Parcel
+from meshloom.loop.sharing import Sharing, shared_out
+from meshloom.samples import Samples
+from meshloom.samples.balance import Costs
+
+PAIRS = GroupLayout((0, 1, 2, 3), (0, 0, 1, 1))
+"""Two replicas of two ranks."""
+SHARING = Sharing(tokens_per_microbatch=10_000)
+
+
+def batch_of(prompts: int, samples: int = 4, *, seed: int = 0, invalid: Sequence[int] = ()) -> Samples:
+    """Groups of responses whose lengths differ."""
+    chance = torch.Generator().manual_seed(seed)
+    count = prompts * samples
+    prompt = torch.randint(3, 9, (prompts,), generator=chance).repeat_interleave(samples)
+    lengths = prompt + torch.randint(5, 60, (count,), generator=chance)
+    total = int(lengths.sum())
+    inside = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    return Samples(
+        lengths,
+        {
+            "ids": torch.randint(0, 90_000, (total,), generator=chance),
+            "mask": inside >= prompt.repeat_interleave(lengths),
+            "sampler_logprob": torch.randn(total, generator=chance),
+            "version": torch.ones(total, dtype=torch.int32),
+        },
+        {
+            "group": torch.arange(prompts).repeat_interleave(samples),
+            "valid": torch.tensor([i not in invalid for i in range(count)]),
+        },
+    )
+
+
+def cut_by(prompts: int) -> Callable[[Samples], list[Samples]]:
+    """Updates of so many prompts each."""
+
+    def cut(batch: Samples) -> list[Samples]:
+        number = batch["group"] // prompts
+        return [learned(batch.select((number == i).nonzero().squeeze(1))) for i in range(int(number.max()) + 1)]
+
+    return cut
+
+
+@dataclass
+class Cluster:
+    """Ranks of a layout, and the controller's view of them."""
+
+    layout: GroupLayout = PAIRS
+    keeping: Sequence[int] = (0, 1, 2, 3)
+    hosts: dict[int, KeptSamples] = field(default_factory=lambda: {rank: KeptSamples() for rank in range(4)})
+    sent: int = 0
+
+    def __post_init__(self) -> None:
+        self.held = HeldSamples(self.keeping, lambda ranks: [self.hosts[rank].let_go() for rank in ranks])
+
+    def call(self, samples: Samples, computes: str | None = None, parts: list[list[int]] | None = None) -> int:
+        """Ranks get their parts, as the wire brings them, and have what was sent whole; bytes that were sent."""
+        parts = parts or shared_out(SHARING, samples, self.layout, self.held)
+        before = self.sent
+        each = what_is_new("samples")({"samples": Shares(samples, parts, self.held)}, self.layout)
+        column_T = torch.randn(samples.num_tokens, generator=torch.Generator().manual_seed(5))
+        answer = Samples(samples.lengths, {"answer": column_T})
+        for rank, index, arguments in zip(self.layout.ranks, self.layout.data_index, each, strict=True):
+            parcel = decode(*encode(arguments["samples"]))
+            found, whole = self.hosts[rank].take(parcel), samples.select(parts[index])
+            assert found.tokens.keys() == samples.tokens.keys() or not parts[index]
+            for name, column in found.tokens.items():
+                assert torch.equal(column, whole[name]) and (column.dtype == whole[name].dtype or not parts[index])
+            self.sent += parcel.nbytes
+            if computes:
+                self.hosts[rank].keep(parcel, computes, answer.select(parts[index])["answer"])
+        if computes:
+            ranks = dict(zip(self.layout.ranks, self.layout.data_index, strict=True))
+            self.held.computed(computes, column_T, samples, parts, ranks)
+            self.answer = column_T
+        return self.sent - before
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(host.num_bytes for host in self.hosts.values())
+
+
+def asked(batch: Samples) -> Samples:
+    return Samples(batch.lengths, {name: batch[name] for name in ("ids", "mask")}, batch.rows)
+
+
+@pytest.mark.parametrize("per_update", [1, 3, 8], ids=["uneven updates", "updates", "one update"])
+def test_ranks_compute_with_what_they_would_have_been_sent_whole(per_update: int) -> None:
+    """Log-probs, the reference's, values, and two epochs of updates that leave out invalid samples; then nothing is kept."""
+    cluster = Cluster()
+    batch = cluster.held.begin(batch_of(8, invalid=(2, 3, 17)), cut_by(per_update))
+    first = cluster.call(asked(batch), "old_logprob")
+    batch = batch.with_tokens(old_logprob=cluster.answer)
+    assert cluster.call(asked(batch), "reference_logprob") < first / 10
+    batch = batch.with_tokens(reference_logprob=cluster.answer)
+    batch = batch.with_tokens(
+        advantages=batch["mask"] * torch.linspace(-1, 1, len(batch)).double().repeat_interleave(batch.lengths)
+    )
+    whole = [cluster.call(update) for update in cut_by(per_update)(batch)]
+    again = [cluster.call(update) for update in cut_by(per_update)(batch)]
+    assert sum(again) < sum(whole) / 2
+    assert cluster.kept_bytes > 0
+    cluster.held.end()
+    assert cluster.kept_bytes == 0
+
+
+def test_samples_of_even_updates_stay_where_they_were_asked_about() -> None:
+    """Shared out for the updates at once: an update sends log-probs of the sampler and a few numbers for each sample."""
+    cluster = Cluster()
+    batch = cluster.held.begin(batch_of(32), cut_by(16))
+    cluster.call(asked(batch), "old_logprob")
+    batch = batch.with_tokens(old_logprob=cluster.answer)
+    batch = batch.with_tokens(advantages=batch["mask"].double())
+    sent = sum(cluster.call(update) for update in cut_by(16)(batch))
+    ranks_of_a_replica, few = 2, 64
+    assert sent <= ranks_of_a_replica * (4 * batch.num_tokens + few * len(batch))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_samples_that_stay_cost_no_balance(seed: int) -> None:
+    """Updates that cannot be even make ranks uneven over the whole batch; then each call has parts of its own."""
+    for per_update in (1, 4):
+        cluster = Cluster()
+        batch = cluster.held.begin(batch_of(12, 2, seed=seed), cut_by(per_update))
+        calls = [asked(batch), *cut_by(per_update)(batch)]
+        for samples in calls:
+            parts = shared_out(SHARING, samples, PAIRS, cluster.held)
+            assert sorted(i for part in parts for i in part) == list(range(len(samples)))
+            costs, alone = Costs.of(samples), SHARING.parts(samples, 2)
+            assert max(map(costs.of_part, parts)) <= 1.01 * max(map(costs.of_part, alone))
+            cluster.call(samples, parts=parts)
+
+
+def test_a_sample_that_moves_is_sent_once_more() -> None:
+    cluster = Cluster()
+    batch = cluster.held.begin(batch_of(2, 2), cut_by(2))
+    cluster.call(asked(batch), parts=[[0, 1], [2, 3]])
+    moved = cluster.call(asked(batch), parts=[[0, 1, 2], [3]])
+    assert 0 < moved <= 2 * (4 * int(batch.lengths[2]) + 300)
+
+
+def test_ranks_that_are_only_asked_keep_nothing() -> None:
+    cluster = Cluster(keeping=())
+    batch = cluster.held.begin(batch_of(4), cut_by(2))
+    assert cluster.call(asked(batch), "reference_logprob") == cluster.call(asked(batch), "reference_logprob")
+    assert cluster.kept_bytes == 0
+
+
+def test_a_step_that_fails_leaves_nothing_on_ranks() -> None:
+    cluster = Cluster()
+    batch = cluster.held.begin(batch_of(4), cut_by(2))
+    with pytest.raises(ZeroDivisionError), cluster.held.ended_by_failure():
+        cluster.call(asked(batch), "old_logprob")
+        assert cluster.kept_bytes > 0
+        raise ZeroDivisionError
+    assert cluster.kept_bytes == 0 and not cluster.held.knows(batch)
+
+
+def test_a_batch_that_comes_ends_the_one_before() -> None:
+    """Also where that was never ended, as its step failed."""
+    cluster = Cluster()
+    for seed in range(2):
+        batch = cluster.held.begin(batch_of(4, seed=seed), cut_by(2))
+        cluster.call(asked(batch))
+        assert cluster.kept_bytes == 2 * sum(asked(batch)[name].nbytes for name in ("ids", "mask"))
+
+
+def test_what_neither_came_nor_is_kept_is_an_error() -> None:
+    parcel = Parcel(torch.tensor([2]), ("ids",), (), torch.tensor([0]), 1)
+    with pytest.raises(RuntimeError, match="ids of 1 samples did not come"):
+        KeptSamples().take(parcel)
