@@ -4,6 +4,7 @@ Another engine joins by an entry in ``ENGINES``. Real vLLM joins where it is ask
 """
 
 import copy
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -446,3 +447,83 @@ def test_a_sleeping_engine_refuses_and_wakes(make):
         engine.generate([ask(0, prompt(4))], deadline_s=60)
     engine.wake()
     assert len(collect(engine, [ask(0, prompt(4))])) == 1
+
+
+CONVERSATION_PARTS = [70, 3, 40, 130]
+"""Tokens of a prompt, and of what comes behind each turn."""
+
+
+def converse(engine: Engine, *, keep: bool, seeds: Sequence[int] = (0, 1), **params) -> list[Completion]:
+    """Conversations that begin with the same prompt, each turn's request put as soon as the one before it has ended."""
+    params = {"max_tokens": 60, "stop_ids": range(2, 30)} | params
+    longest = ask(0, prompt(430), seeds=seeds, **params)
+    feed, asked, turns = RequestFeed(longest), {}, []
+
+    def put(ids: list[int], turn: int, seeds: Sequence[int]) -> None:
+        more = turn + 1 < len(CONVERSATION_PARTS)
+        request = dataclasses.replace(ask(len(asked), ids, seeds=seeds, **params), keep=keep and more)
+        asked[request.id] = (request, turn)
+        feed.put([request])
+
+    put(prompt(CONVERSATION_PARTS[0]), 0, seeds)
+    unfinished = len(seeds) * len(CONVERSATION_PARTS)
+    for completion in engine.generate([], deadline_s=120, feed=feed):
+        request, turn = asked[completion.request_id]
+        turns.append((request.seeds[completion.index] % 100, turn, completion))
+        unfinished -= 1
+        if turn + 1 < len(CONVERSATION_PARTS):
+            new = prompt(CONVERSATION_PARTS[turn + 1], turn)
+            put([*request.prompt_ids, *completion.ids, *new], turn + 1, [request.seeds[completion.index] + 100])
+        if not unfinished:
+            feed.close()
+    return [completion for _, _, completion in sorted(turns, key=lambda each: each[:2])]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.mark.parametrize("cache_tokens", [600, 100_000])
+def test_turns_that_go_on_from_what_was_kept_are_those_that_were_computed_anew(name, family, cache_tokens):
+    """In float32, also with a sliding window, a temperature, and so little memory that little can be kept."""
+    options = {"dtype": torch.float32, "kv_cache_bytes": cache_tokens * token_bytes(name) // 2, "prefill_tokens": 500}
+    engine, _ = EMBEDDED[name](family, **options)
+    anew = converse(engine, keep=False)
+    counted = engine.take_prompts()
+    kept = converse(engine, keep=True)
+    again = engine.take_prompts()
+    assert [each.ids for each in kept] == [each.ids for each in anew]
+    for one, other in zip(kept, anew, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert counted.reused == 0 < again.reused
+    if cache_tokens == 100_000:
+        last = int(name == "torch")  # the other engine computes a prompt's last token as a step
+        first, *later = CONVERSATION_PARTS
+        assert again.computed == first - 1 + last + 2 * sum(new + last for new in later)
+        assert again.computed + again.reused == counted.computed
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_nothing_is_kept_over_a_change_of_weights(name):
+    """Neither what was kept before, nor a turn that began before and ended after."""
+    engine, model = EMBEDDED[name]("llama")
+    first, longer = (ask(i, prompt(40), max_tokens=60, stop_ids=range(2, 20)) for i in (0, 1))
+    longest = dataclasses.replace(first, prompt_ids=prompt(100), seeds=range(2))
+    ended = collect(engine, [first])[0, 0]
+    expected = {}
+    for has_changed in (False, True):
+        engine.take_prompts()
+        feed = RequestFeed(longest)
+        feed.put([dataclasses.replace(first, keep=True)])
+        assert ended.finish is FinishReason.STOP
+        for completion in engine.generate([], deadline_s=60, feed=feed):
+            if completion.request_id == 0:
+                if has_changed:
+                    with torch.no_grad():
+                        model.get_input_embeddings().weight.mul_(-1)
+                    engine.load_weights(1)
+                feed.put([dataclasses.replace(longer, prompt_ids=[*first.prompt_ids, *completion.ids, 5])])
+                feed.close()
+            else:
+                expected[has_changed] = completion.ids
+        assert (engine.take_prompts().reused == 0) is has_changed
+    alone = collect(engine, [dataclasses.replace(longer, prompt_ids=[*first.prompt_ids, *ended.ids, 5])])
+    assert expected[True] == alone[1, 0].ids != expected[False]

@@ -13,7 +13,7 @@ from meshloom.rollout.protocol import Request, SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.train.attention import use_layouts
 from tests.models import tiny_model
-from tests.test_engine import DEVICE, ask, collect, mixed_requests, prompt, tokens_of, torch_engine
+from tests.test_engine import DEVICE, ask, collect, converse, mixed_requests, prompt, tokens_of, torch_engine
 
 
 class Ledger:
@@ -54,6 +54,16 @@ def test_closing_early_frees_the_cache(monkeypatch):
     next(stream)
     assert ledger.alive > 0
     stream.close()
+    assert ledger.alive == 0
+
+
+def test_what_is_kept_stays_within_the_bound_and_goes_with_the_generation(monkeypatch):
+    """It takes memory that slots do not need, and no more."""
+    ledger = Ledger(monkeypatch)
+    budget = 600 * 2 * 3 * 2 * 16 * 8
+    engine, _ = torch_engine("llama", kv_cache_bytes=budget)
+    converse(engine, keep=True, seeds=range(6))
+    assert engine.take_prompts().reused > 0 and budget / 2 < ledger.peak <= budget
     assert ledger.alive == 0
 
 

@@ -82,7 +82,13 @@ class EpisodeCollector(Collector):
         """As long as any request can be."""
         longest = self.environments.max_prompt_tokens + self.params.max_tokens
         params = self.turn_params(self.params.max_tokens)
-        return Request(id=0, prompt_ids=[0] * (longest - params.max_tokens), params=params, seeds=range(samples))
+        prompt_ids, keep = [0] * (longest - params.max_tokens), self.goes_on_after(0)
+        return Request(id=0, prompt_ids=prompt_ids, params=params, seeds=range(samples), keep=keep)
+
+    def goes_on_after(self, turns: int) -> bool:
+        """Whether a turn may follow on one that comes after so many: what the engine has computed is then worth keeping."""
+        settings = self.environments.settings
+        return not settings.reasoning_gym and turns + 1 < settings.max_turns
 
     def turn_params(self, left: int) -> SamplingParams:
         """Parameters of a turn with so many tokens left."""
@@ -283,6 +289,7 @@ class _Run:
             prompt_ids=first.conversation.ids,
             params=own.turn_params(self._left(first)),
             seeds=[sample_seed(own.seed, one.draw.number, one.index, purpose) for one in episodes],
+            keep=own.goes_on_after(first.num_turns),
         )
         self._ready.append((first.draw.number, first.index, request))
         self._num_ready += len(episodes)

@@ -10,12 +10,15 @@ from typing import Protocol
 
 from meshloom.rollout.endings import HearsEnds
 from meshloom.rollout.peers import Alone, Peers
+from meshloom.rollout.protocol import PromptCount
 
 
 class KeepsPrompts(Protocol):
     """A scheduler of a generation that is on."""
 
-    def forget_prompts(self) -> object: ...
+    def forget(self) -> None:
+        """The weights have changed: what was computed is for the samples that run, and for no other."""
+        ...
 
 
 class EmbeddedVerbs(HearsEnds, ABC):
@@ -26,6 +29,7 @@ class EmbeddedVerbs(HearsEnds, ABC):
         self._peers = peers or Alone()
         self.version = 0
         self._asleep = False
+        self._prompts = PromptCount()
 
     @property
     @abstractmethod
@@ -36,14 +40,23 @@ class EmbeddedVerbs(HearsEnds, ABC):
         """The number of the first of the devices that hold the model together; due on all of them."""
         return self._peers.first_says(number)
 
+    def take_prompts(self) -> PromptCount:
+        """Tokens of prompts since the last call."""
+        taken, self._prompts = self._prompts, PromptCount()
+        return taken
+
+    def count_prompt(self, computed: int, reused: int) -> None:
+        """Count a prompt's tokens."""
+        self._prompts.add(computed, reused)
+
     def load_weights(self, version: int) -> None:
         """The module's weights were changed in place; tokens drawn from now on carry ``version``.
 
-        Samples that run go on with the keys and values they have; prompts kept for samples yet to start are forgotten.
+        Samples that run go on with the keys and values they have; what was kept for samples yet to start is forgotten.
         """
         self.version = version
         if self._current is not None:
-            self._current.forget_prompts()
+            self._current.forget()
 
     def sleep(self) -> None:
         """Refuse to generate until ``wake``. The cache holds memory only while ``generate`` runs, so none is left to free.

@@ -1,9 +1,10 @@
 """The key-value cache of the embedded engine: dense slots in banks of doubling capacity.
 
-Owns: the memory of keys and values, which sequence is in which slot, and the bound on bytes. Refuses to know: requests,
-sampling, models. Always holds: the bytes alive never exceed the budget, not even while a bank grows (it is rebuilt a
-tensor at a time); the slots in use are the first ones of their bank, so attention reads plain views; a sequence that
-outgrows its bank moves to the next, so at most about half of a slot is unused and sequences of alike length are together.
+Owns: the memory of keys and values, which sequence is in which slot, what is kept outside of slots, and the bound on bytes.
+Refuses to know: requests, sampling, models. Always holds: the bytes alive never exceed the budget, not even while a bank grows
+(it is rebuilt a tensor at a time); the slots in use are the first ones of their bank, so attention reads plain views; a
+sequence that outgrows its bank moves to the next, so at most about half of a slot is unused and sequences of alike length are
+together; what is kept makes room for slots.
 
 Legend: S slots, K key-value heads, C capacity in tokens, D width of a head.
 """
@@ -20,7 +21,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from meshloom.rollout.prefix_tree import Found, PrefixTree
+
 SMALLEST_CAPACITY = 64
+BLOCK_TOKENS = 64
+"""Of what is kept outside of slots."""
 _FEWEST_SLOTS = 8
 
 
@@ -154,10 +159,12 @@ class KVCache:
         self.budget_tokens = budget_bytes / shape.bytes_per_token
         self.banks = [Bank(shape, capacity) for capacity in _capacities(longest)]
         self.parked: list[Bank] = []
+        self.kept: PrefixTree[Tensor] = PrefixTree(BLOCK_TOKENS)
+        """Blocks [2 × layers, K, tokens, D], keys of each layer and then values."""
 
     @property
     def allocated_tokens(self) -> int:
-        return sum(bank.allocated_tokens for bank in (*self.banks, *self.parked))
+        return sum(bank.allocated_tokens for bank in (*self.banks, *self.parked)) + self.kept.num_tokens
 
     @property
     def num_sequences(self) -> int:
@@ -197,9 +204,26 @@ class KVCache:
                 bank.remove(holes)
                 self._free_if_unused(bank)
 
+    def keep(self, ids: Sequence[int], bank: Bank, slot: int) -> None:
+        """Keep the keys and values of a slot's first tokens, as far as memory allows; what was used longest ago makes room."""
+
+        def copy(start: int, stop: int) -> Tensor | None:
+            if not self._evict(None, stop - start):
+                return None
+            block = self.shape.empty(len(bank.tensors), stop - start)
+            return torch.stack([tensor[slot, :, start:stop] for tensor in bank.tensors], out=block)
+
+        self.kept.unpin(self.kept.insert(ids, copy))
+
+    def fill(self, span: Span, found: Found[Tensor]) -> None:
+        """Copy what was found into slots."""
+        blocks, count = [node.block for node in found.pinned], found.num_tokens
+        for place, tensor in enumerate(span.bank.tensors if blocks else ()):
+            tensor[span.start : span.stop, :, :count] = torch.cat([block[place] for block in blocks], 1)[:, :count]
+
     def park(self, length: int) -> Bank | None:
         """One slot outside the banks, for a prompt that later samples will copy; none if memory is short."""
-        if self.allocated_tokens + length > self.budget_tokens:
+        if not self._room(None, length):
             return None
         bank = Bank(self.shape, length)
         bank.resize(1)
@@ -210,31 +234,41 @@ class KVCache:
     def unpark(self, bank: Bank) -> None:
         self.parked.remove(bank)
 
-    def _fits(self, bank_tokens: int, new_tokens: int) -> bool:
-        rest = self.allocated_tokens - bank_tokens
-        return rest + _rebuild_peak(self.shape, bank_tokens, new_tokens) <= self.budget_tokens
+    def _missing(self, bank: Bank | None, new_tokens: int) -> float:
+        """Tokens that memory lacks for a bank to be rebuilt with so many, or for so many beside all banks."""
+        own = 0 if bank is None else bank.allocated_tokens
+        return self.allocated_tokens - own + _rebuild_peak(self.shape, own, new_tokens) - self.budget_tokens
+
+    def _room(self, bank: Bank | None, new_tokens: int) -> bool:
+        """Whether there is memory, once what is kept has made room, and slots that are not in use if that is too little."""
+        if self._missing(bank, new_tokens) > self.kept.num_idle_tokens:
+            self._trim()
+        return self._evict(bank, new_tokens)
+
+    def _evict(self, bank: Bank | None, new_tokens: int) -> bool:
+        """Whether there is memory, once what is kept has made room."""
+        if self._missing(bank, new_tokens) > self.kept.num_idle_tokens:
+            return False
+        while self._missing(bank, new_tokens) > 0:
+            self.kept.evict()
+        return True
 
     def _ensure(self, bank: Bank, slots: int) -> bool:
         """Make a bank have ``slots`` slots: twice as many while memory is plenty, else exactly those needed."""
         if slots <= bank.slots:
             return True
         generous = max(slots, min(max(2 * slots, _FEWEST_SLOTS), self._max_sequences))
-        rest = self.allocated_tokens - bank.allocated_tokens
+        rest = self.allocated_tokens - self.kept.num_tokens - bank.allocated_tokens
         if rest + generous * bank.capacity <= self.budget_tokens / 2:
             slots = generous
-        if not self._fits(bank.allocated_tokens, slots * bank.capacity):
-            self._trim()
-            if not self._fits(bank.allocated_tokens, slots * bank.capacity):
-                return False
+        if not self._room(bank, slots * bank.capacity):
+            return False
         bank.resize(slots)
         return True
 
     def _take_over(self, small: Bank, large: Bank) -> bool:
-        needed = len(small.owners) * large.capacity
-        if not self._fits(small.allocated_tokens, needed):
-            self._trim()
-            if not self._fits(small.allocated_tokens, needed):
-                return False
+        if not self._room(small, len(small.owners) * large.capacity):
+            return False
         large.take_over(small)
         return True
 
@@ -256,7 +290,7 @@ class KVCache:
         """Give back slots that are not in use, where there is room to rebuild the bank."""
         for bank in self.banks:
             used = len(bank.owners)
-            if used < bank.slots and self._fits(bank.allocated_tokens, used * bank.capacity):
+            if used < bank.slots and self._missing(bank, used * bank.capacity) <= 0:
                 bank.resize(used)
 
 

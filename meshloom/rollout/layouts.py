@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from meshloom.rollout.continued import ContinuedAttention
 from meshloom.rollout.kv_cache import Bank, Span
 from meshloom.train.attention import PackedAttention
 
@@ -77,32 +78,35 @@ class DecodeLayout:
 
 
 class PrefillLayout:
-    """Whole prompts end to end; keys and values of each are written to all slots that share it.
+    """Prompts end to end, of each what is not in its slots yet; keys and values are written to all slots that share it.
 
     Args:
         lengths: tokens of each prompt.
+        starts: the first of each that is computed.
         targets: for each prompt, where it is written.
     """
 
-    def __init__(self, lengths: list[int], targets: Sequence[Sequence[Span]]) -> None:
-        self._lengths, self._targets = lengths, targets
-        self._packed = PackedAttention(lengths)
+    def __init__(self, lengths: list[int], starts: list[int], targets: Sequence[Sequence[Span]]) -> None:
+        self._bounds, self._targets = list(zip(starts, lengths, strict=True)), targets
+        self._counts = [length - start for start, length in self._bounds]
+        self._attention = ContinuedAttention(lengths, starts) if any(starts) else PackedAttention(lengths)
 
     def attend(
         self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
-        prompts = zip(
-            self._lengths,
-            self._targets,
-            key_KTD.split(self._lengths, 1),
-            value_KTD.split(self._lengths, 1),
-            strict=True,
-        )
-        for length, spans, key, value in prompts:
+        new = zip(key_KTD.split(self._counts, 1), value_KTD.split(self._counts, 1), strict=True)
+        for (start, stop), spans, (key, value) in zip(self._bounds, self._targets, new, strict=True):
             for span in spans:
-                span.bank.keys(layer)[span.start : span.stop, :, :length] = key
-                span.bank.values(layer)[span.start : span.stop, :, :length] = value
-        return self._packed.attend(layer, query_HTD, key_KTD, value_KTD, scale=scale, window=window)
+                span.bank.keys(layer)[span.start : span.stop, :, start:stop] = key
+                span.bank.values(layer)[span.start : span.stop, :, start:stop] = value
+        if isinstance(self._attention, PackedAttention):
+            return self._attention.attend(layer, query_HTD, key_KTD, value_KTD, scale=scale, window=window)
+        keys, values = [], []
+        for (_, stop), (span, *_) in zip(self._bounds, self._targets, strict=True):
+            keys.append(span.bank.keys(layer)[span.start, :, :stop].transpose(0, 1))
+            values.append(span.bank.values(layer)[span.start, :, :stop].transpose(0, 1))
+        query_CHD = query_HTD.transpose(0, 1)
+        return self._attention.attend(query_CHD, torch.cat(keys), torch.cat(values), scale=scale, window=window)
 
 
 class MixedLayout:

@@ -23,7 +23,8 @@ from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
 from meshloom.rollout.kv_cache import CacheShape
 from meshloom.rollout.page_memory import settle, spare_bytes, take_pages
 from meshloom.rollout.paged_ops import Ops, TorchOps
-from meshloom.rollout.paged_scheduler import PagedScheduler, Pass, Running
+from meshloom.rollout.paged_prompts import prepare
+from meshloom.rollout.paged_scheduler import PagedScheduler, Running
 from meshloom.rollout.pages import Pages
 from meshloom.rollout.peers import Peers
 from meshloom.rollout.protocol import Completion, FinishReason, Request
@@ -33,7 +34,6 @@ from meshloom.rollout.slot_state import Field, Finish
 from meshloom.rollout.step_runner import SlotSizes, StepRunner
 from meshloom.rollout.stopping import Decode, StopRule
 from meshloom.rollout.torch_engine import evaluation, vocabulary_of
-from meshloom.train.attention import PackedAttention
 from meshloom.train.head import OutputHead, plain_model
 
 _FEWEST_STEPS = 4
@@ -182,7 +182,10 @@ class PagedEngine(EmbeddedVerbs):
     def new_pages(self, requests: Sequence[Request]) -> tuple[Pages, list[Tensor]]:
         """Pages for some requests, as many as they can use and the memory allows."""
         longest = -(-max(map(kv_tokens, requests)) // self._page)
-        useful = (self._num_slots(requests) + 2) * (longest + 1)
+        # Samples that wait for what comes behind them have pages as well, where these are kept.
+        samples = sum(len(request.seeds) for request in requests)
+        sequences = samples if any(request.keep for request in requests) else self._num_slots(requests)
+        useful = (sequences + 2) * (longest + 1)
         wanted = min(self._cache_bytes(requests) // self._page_bytes, useful)
         layers = take_pages(self._shape, self._page, wanted=wanted, fewest=longest)
         return Pages(self._peers.least(len(layers[0])), self._page), layers
@@ -224,6 +227,7 @@ class _Generation:
             max_sequences=min(max_sequences, self.runner.sizes.slots),
             prefill_tokens=prefill_tokens,
             rule_of=lambda sample: places[sample.stop.ids],
+            counted=engine.count_prompt,
         )
         self._submit(requests)
 
@@ -272,7 +276,7 @@ class _Generation:
         """Start what can start, run steps ahead, and see which samples they finished."""
         scheduler, host = self.scheduler, self.runner.host
         while todo := scheduler.admit():
-            self._prepare(todo)
+            prepare(self.runner, todo)
         running = scheduler.running
         if not running:
             raise RuntimeError("no sample can run, although each was checked to fit the cache alone")
@@ -301,43 +305,6 @@ class _Generation:
         for one, count in zip(running, counts, strict=False):
             if not one.marks or one.marks[-1][1] != version:
                 one.marks.append((int(count), version))
-
-    def _prepare(self, todo: Pass) -> None:
-        """Copy pages and compute prompts."""
-        self._copy(todo.before)
-        if todo.prompts:
-            self._prefill([ids for ids, _ in todo.prompts], [pages for _, pages in todo.prompts])
-        self._copy(todo.after)
-
-    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        if not pairs:
-            return
-        source, target = torch.tensor(list(zip(*pairs, strict=True)), device=self._device)
-        for layer in self.runner.pool.layers:
-            layer[target] = layer[source]
-
-    def _prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> None:
-        """Compute prompts end to end; their keys and values go to their pages."""
-        stack = self.runner.stack
-        shape, packed = stack.shape, PackedAttention([len(prompt) for prompt in prompts])
-        positions = [np.arange(len(prompt)) for prompt in prompts]
-        places = [
-            np.array(own)[place // shape.page] * shape.page + place % shape.page
-            for own, place in zip(pages, positions, strict=True)
-        ]
-        ids = np.concatenate([np.array(prompt, dtype=np.int64) for prompt in prompts])
-        together = torch.from_numpy(np.stack([ids, np.concatenate(positions), np.concatenate(places)])).to(self._device)
-
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            heads = qkv.unflatten(-1, (-1, shape.head_dim)).transpose(0, 1)
-            parts = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads])
-            return packed.attend(layer, *parts, scale=stack.scale, window=stack.window_of[layer]).flatten(1)
-
-        stack.hidden(*together, self.runner.pool, attend, keep_key=True)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.runner.slots.state.device
 
     def _collect(self, chosen: Sequence[Running], codes: dict[int, Finish] | None = None) -> None:
         """Take what samples have drawn since they were last looked at."""

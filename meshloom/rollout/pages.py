@@ -47,6 +47,6 @@ class Pages:
             if not self._holders[page]:
                 self._free.append(page)
 
-    def num_freed_by(self, pages: Sequence[int]) -> int:
-        """Pages that would be free if a holder let these go."""
-        return sum(self._holders[page] == 1 for page in pages)
+    def holders(self, page: int) -> int:
+        """How many hold a page."""
+        return self._holders[page]

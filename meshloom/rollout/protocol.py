@@ -58,12 +58,28 @@ class Request:
         prompt_ids: tokens of the prompt, at least one.
         params: the sampling distribution.
         seeds: one seed a sample; a sample's tokens depend on its seed and prompt, not on what else is in the batch.
+        keep: whether requests will follow that begin with this prompt and a sample of it that ended by itself: keys and values
+            stay, where there is room, until the weights change. What is drawn is the same, up to the order of sums.
     """
 
     id: int
     prompt_ids: Sequence[int]
     params: SamplingParams
     seeds: Sequence[int]
+    keep: bool = False
+
+
+@dataclass
+class PromptCount:
+    """Tokens of prompts: those that were computed, and those whose keys and values were still there."""
+
+    computed: int = 0
+    reused: int = 0
+
+    def add(self, computed: int, reused: int) -> None:
+        """Count a prompt."""
+        self.computed += computed
+        self.reused += reused
 
 
 class FinishReason(StrEnum):

@@ -1,4 +1,4 @@
-"""Which samples run: admission by memory, sharing of prompts, making room, and the end of a sample.
+"""Which samples run: admission by memory, sharing of prompts and of what was kept, making room, and the end of a sample.
 
 Owns: the queue, the slots' owners, and every sample's tokens so far. Refuses to know: the model, how tokens are drawn.
 Always holds: a prompt is computed once for all samples of its request (again only if memory ran out); samples start in
@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from meshloom.rollout.kv_cache import Bank, KVCache, Span
+from meshloom.rollout.kv_cache import BLOCK_TOKENS, Bank, KVCache, Span
 from meshloom.rollout.protocol import Completion, FinishReason, Request
 from meshloom.rollout.stopping import StopRule
 
 
 @dataclass(eq=False, slots=True)
 class Sample:
-    """One sample on its way. ``turn`` counts admissions: the highest is the youngest."""
+    """One sample on its way. ``turn`` counts admissions: the highest is the youngest; ``era`` the times that the weights had
+    changed by then."""
 
     request: Request
     index: int
@@ -28,12 +29,22 @@ class Sample:
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     turn: int = -1
+    era: int = 0
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
         self.finish = self.stop.reason(self.ids)
+
+    @property
+    def computed(self) -> list[int]:
+        """Tokens whose keys and values are there, once it has begun: all but the last."""
+        return [*self.request.prompt_ids, *self.ids][:-1]
+
+    def goes_on(self, era: int) -> bool:
+        """Whether it has ended and requests will follow that begin with it, and its keys and values are all of an era."""
+        return self.request.keep and self.finish is FinishReason.STOP and self.era == era
 
     def completion(self) -> Completion:
         return Completion(
@@ -61,11 +72,18 @@ class Pending:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt to compute in this pass, where its keys and values go, and the samples that start from it."""
+    """A prompt to compute in this pass, from token ``start`` on, where its keys and values go, and the samples that start from
+    it."""
 
     pending: Pending
     spans: list[Span]
     samples: list[Sample]
+    start: int
+
+    @property
+    def new_ids(self) -> list[int]:
+        """Tokens to compute."""
+        return self.pending.ids[self.start :]
 
 
 @dataclass(frozen=True)
@@ -83,7 +101,7 @@ class Scheduler:
         self.cache = cache
         self._max_sequences, self._prefill_tokens = max_sequences, prefill_tokens
         self._queue: deque[Pending] = deque()
-        self._turn = 0
+        self._turn, self._era = 0, 0
 
     def submit(self, ids: list[int], samples: Sequence[Sample]) -> None:
         self._queue.append(Pending(ids, deque(samples)))
@@ -96,7 +114,7 @@ class Scheduler:
         """See that every running sample has room for one more token; set back the youngest while memory is short."""
         while not self.cache.promote():
             if self.cache.parked:
-                self.forget_prompts()
+                self._drop_prompts()
                 continue
             youngest = max(self.cache.owners, key=lambda sample: sample.turn)
             self.cache.sweep(lambda sample, youngest=youngest: sample is youngest)
@@ -108,22 +126,30 @@ class Scheduler:
         while self._queue and self.cache.num_sequences < self._max_sequences:
             pending = self._queue[0]
             computed = pending.parked is not None
-            if not computed and admission.prefills and tokens + len(pending.ids) > self._prefill_tokens:
+            found = self.cache.kept.find(() if computed else pending.ids[:-1])
+            new_tokens = len(pending.ids) - found.num_tokens
+            if not computed and admission.prefills and tokens + new_tokens > self._prefill_tokens:
+                self.cache.kept.unpin(found.pinned)
                 break
             span = self._place(pending)
             if span is None:
-                if computed and self.cache.num_sequences == 0:
-                    self._drop_parked(pending)
-                    continue
-                break
+                self.cache.kept.unpin(found.pinned)
+                if self.cache.num_sequences or not (computed or found.num_tokens):
+                    break
+                # Alone it fits the cache: what was parked or found for it is in its way.
+                self._drop_parked(pending) if computed else self.cache.kept.clear()
+                continue
             samples = span.bank.owners[span.start : span.stop]
             if computed:
                 self._resume(pending, span)
                 admission.resumed.append((pending, samples))
             else:
                 spans = [span, *self._park(pending)]
-                admission.prefills.append(Prefill(pending, spans, samples))
-                tokens += len(pending.ids)
+                for each in spans:
+                    self.cache.fill(each, found)
+                admission.prefills.append(Prefill(pending, spans, samples, found.num_tokens))
+                tokens += new_tokens
+            self.cache.kept.unpin(found.pinned)
             if pending.samples:
                 break
             self._queue.popleft()
@@ -148,14 +174,31 @@ class Scheduler:
         whole = (p for p in self._queue if len(p.samples) == len(p.samples[0].request.seeds) and not p.samples[0].ids)
         return {pending.samples[0].request.id for pending in whole}
 
-    def forget_prompts(self) -> None:
+    def forget(self) -> None:
+        """Keep nothing that was computed until now, but for the samples that run."""
+        self._drop_prompts()
+        self.cache.kept.clear()
+        self._era += 1
+
+    def keep_prompts(self, prefills: Sequence[Prefill]) -> None:
+        """Keep whole blocks of prompts that were computed in this pass, where requests will follow that begin with them."""
+        for prefill in prefills:
+            ids, span = prefill.pending.ids, prefill.spans[0]
+            if prefill.samples[0].request.keep:
+                self.cache.keep(ids[: len(ids) // BLOCK_TOKENS * BLOCK_TOKENS], span.bank, span.start)
+
+    def sweep(self) -> None:
+        """Free the slots of finished samples, and keep what requests will follow of."""
+        for bank in self.cache.banks:
+            for slot, sample in enumerate(bank.owners):
+                if sample.goes_on(self._era):
+                    self.cache.keep(sample.computed, bank, slot)
+        self.cache.sweep(lambda sample: sample.finish is not None)
+
+    def _drop_prompts(self) -> None:
         """Drop the prompts that were computed for waiting samples."""
         for pending in self._queue:
             self._drop_parked(pending)
-
-    def sweep(self) -> None:
-        """Free the slots of finished samples."""
-        self.cache.sweep(lambda sample: sample.finish is not None)
 
     def _place(self, pending: Pending) -> Span | None:
         """Slots for as many of the waiting samples as there are slots and memory."""
@@ -167,6 +210,7 @@ class Scheduler:
                 for sample in chosen:
                     pending.samples.popleft()
                     sample.turn, self._turn = self._turn, self._turn + 1
+                    sample.era = self._era
                 return span
             count //= 2
         return None

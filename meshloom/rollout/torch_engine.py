@@ -119,6 +119,7 @@ class TorchEngine(EmbeddedVerbs):
     def _release(self, scheduler: Scheduler) -> None:
         """Forget a generation's state, before its last samples are handed out or when its iterator is closed."""
         if self._scheduler is scheduler:
+            scheduler.cache.kept.clear()
             self._scheduler, self._sampled, self._rows = None, [], None
 
     def _advance(self, scheduler: Scheduler, deadline: float, feed: RequestFeed | None) -> list[Sample]:
@@ -154,6 +155,9 @@ class TorchEngine(EmbeddedVerbs):
         if not samples and not admission.prefills and not admission.resumed:
             raise RuntimeError("no sample can run, although each was checked to fit the cache alone")
         logits_NV = self._logits(samples, running, admission.prefills)
+        scheduler.keep_prompts(admission.prefills)
+        for prefill in admission.prefills:
+            self.count_prompt(len(prefill.new_ids), prefill.start)
         logits_NV, samples = _join(logits_NV, samples, admission)
         for bank, count in running:
             bank.lengths[:count] += 1
@@ -166,10 +170,11 @@ class TorchEngine(EmbeddedVerbs):
         """Logits of the running samples and then of the prompts' last tokens; none if there is nothing to compute."""
         if not samples and not prefills:
             return None
-        prompts = [prefill.pending.ids for prefill in prefills]
+        prompts = [prefill.new_ids for prefill in prefills]
         ids = [sample.ids[-1] for sample in samples]
         ids.extend(chain.from_iterable(prompts))
-        places = [bank.lengths[:count] for bank, count in running] + [np.arange(len(prompt)) for prompt in prompts]
+        places = [bank.lengths[:count] for bank, count in running]
+        places += [np.arange(prefill.start, len(prefill.pending.ids)) for prefill in prefills]
         device = self._shape.device
         hidden_TD = self._decoder(
             input_ids=torch.tensor([ids], device=device),
@@ -219,7 +224,8 @@ def _layout(running: list[tuple[Bank, int]], prefills: list[Prefill], num_runnin
     decode = DecodeLayout([BankDecode(bank, count) for bank, count in running])
     if not prefills:
         return decode
-    prefill = PrefillLayout([len(p.pending.ids) for p in prefills], [p.spans for p in prefills])
+    lengths, starts = [len(p.pending.ids) for p in prefills], [p.start for p in prefills]
+    prefill = PrefillLayout(lengths, starts, [p.spans for p in prefills])
     return MixedLayout(decode, prefill, num_running) if running else prefill
 
 
