@@ -92,8 +92,19 @@ def pool(inputs: Path) -> Iterator[EnvironmentPool]:
         yield pool
 
 
+def _prompts() -> list[Prompt]:
+    return [Prompt(row=Row(index=n, prompt="", extra={"number": n}), ids=[1], text="") for n in range(10)]
+
+
 def collected(
-    inputs: Path, pool: EnvironmentPool, numbers: list[int], template: str | None = None, **bounds: Any
+    inputs: Path,
+    pool: EnvironmentPool,
+    numbers: list[int],
+    template: str | None = None,
+    *,
+    greedy: bool = False,
+    params: SamplingParams | None = None,
+    **bounds: Any,
 ) -> Samples:
     """Three samples of each game; turns of six tokens or fewer, of which most end by themselves."""
     model = build_actor(
@@ -107,14 +118,15 @@ def collected(
         model.module.get_input_embeddings().weight[[end, *letters]] *= 3
     settings = pool.settings.model_copy(update=bounds)
     renderer = ChatRenderer(tokenizer, end)
-    prompts = [Prompt(row=Row(index=n, prompt="", extra={"number": n}), ids=[1], text="") for n in range(10)]
+    prompts = _prompts()
     collector = EpisodeCollector(
         engine=TorchEngine(model.module, eos_ids=(end,), kv_cache_bytes=10**7, decode=decoder(tokenizer)),
         scorer=Combination(()),
         prompts=prompts,
         decode=texts_decoder(tokenizer),
-        params=SamplingParams(max_tokens=bounds.pop("longest", 100)),
+        params=params or SamplingParams(max_tokens=bounds.pop("longest", 100)),
         samples_per_prompt=3,
+        greedy=greedy,
         seed=5,
         environments=Environments(
             settings=settings, pool=pool, renderer=renderer, system_prompt=None, max_prompt_tokens=64, judge_alone=True
@@ -150,6 +162,26 @@ def test_an_episode_is_one_sample_with_a_mask(inputs: Path, pool: EnvironmentPoo
 def test_episodes_repeat_themselves(inputs: Path, pool: EnvironmentPool) -> None:
     one, other = (collected(inputs, pool, numbers) for numbers in ([0, 2], [2, 0]))
     assert torch.equal(one["ids"], concat([other.select([3, 4, 5]), other.select([0, 1, 2])])["ids"])
+
+
+def test_a_greedy_episode_is_the_baseline_of_the_others(inputs: Path, pool: EnvironmentPool) -> None:
+    """It is what an episode is that is sampled at temperature 0, and no sample; the others are what they are without it."""
+    samples = collected(inputs, pool, [0, 2], greedy=True)
+    alone = collected(inputs, pool, [0, 2], params=SamplingParams(max_tokens=100, temperature=0))
+    assert torch.equal(samples["ids"], collected(inputs, pool, [0, 2])["ids"])
+    assert samples["greedy_reward"].tolist() == alone["reward"].tolist()
+    records = [r for r in sample_records(samples, _prompts(), step=1, kind="train") if r["kind"] == "greedy"]
+    expected = sample_records(alone, _prompts(), step=1, kind="train")[::3]
+    for name in ("prompt", "response_ids", "messages", "turns", "own", "reward", "finish"):
+        assert [record[name] for record in records] == [record[name] for record in expected]
+    assert any(record["turns"] > 1 for record in records)
+    judged = with_advantages(samples, AlgorithmSettings(advantage="remax"))
+    first = [float(own[mask][0]) for own, mask in zip(*map(judged.column, ("advantages", "mask")), strict=True)]
+    assert first == pytest.approx((samples["reward"] - samples["greedy_reward"]).tolist())
+    failed = collected(inputs, pool, [1], greedy=True)
+    with pytest.raises(RunFault, match="no_baseline|environment_raised") as fault:
+        check_rewards(failed, train_settings(inputs, inputs / "x", f"environment.custom={inputs}/game.py:Game"))
+    assert fault.value.where == "environment" and not bool(failed["valid"].any())
 
 
 def test_an_environment_that_fails_makes_its_sample_invalid(inputs: Path, pool: EnvironmentPool) -> None:
@@ -315,15 +347,18 @@ def test_a_run_with_tools_trains_on_what_was_sampled_and_can_be_resumed(inputs: 
     assert_same_run(run, half, only_last=True)
 
 
-def test_episodes_of_a_file_make_the_same_weights(inputs: Path, tmp_path: Path) -> None:
-    """Masks, rewards of turns and which samples are of one episode come back."""
+@pytest.mark.parametrize("advantage", ["reinforce_plus_plus", "remax"])
+def test_episodes_of_a_file_make_the_same_weights(inputs: Path, tmp_path: Path, advantage: str) -> None:
+    """Masks, rewards of turns, which samples are of one episode and greedy episodes come back."""
     exact = "logging.sampler_logprobs=true"
-    changes = ("batch.steps=2", "data.validation=null", exact, "algorithm.advantage=reinforce_plus_plus")
+    changes = ("batch.steps=2", "data.validation=null", exact, f"algorithm.advantage={advantage}")
     first = tool_run(inputs, tmp_path / "first", *changes)
     again = tool_run(inputs, tmp_path / "again", *changes, f"rollout.from_samples={first}")
     files = [sorted((run / "checkpoints").glob("step-*"))[-1] / "model/model.safetensors" for run in (first, again)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert [r["own"] for r in read_samples(again)] == [r["own"] for r in read_samples(first)]
+    greedy = [[r["messages"] for r in read_samples(run) if r["kind"] == "greedy"] for run in (first, again)]
+    assert greedy[0] == greedy[1] and bool(greedy[0]) is (advantage == "remax")
 
 
 def test_a_gym_run_learns_from_rewards_of_its_turns(inputs: Path, tmp_path: Path) -> None:

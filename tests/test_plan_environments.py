@@ -40,7 +40,6 @@ TOOLS = f"environment.tools=[{__file__}:settings]"
             "environment.max_turns=5, or rollout.max_response_tokens=22",
         ),
         ("I012", [TOOLS, "rollout.deadline_s=20"], "environment.step_deadline_s=10"),
-        ("I015", [TOOLS, "algorithm.advantage=remax"], "no greedy episode"),
         ("I014", ["environment.reasoning_gym=true", "reward.overlong.buffer_tokens=5"], "no reward to be added to"),
     ],
 )

@@ -6,11 +6,12 @@ valid reward, with that reason.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from meshloom.loop.token_columns import episode_fields, prompt_length, version_range
 from meshloom.samples import Samples
 
 KIND = "greedy"
@@ -31,6 +32,7 @@ class GreedySample:
         invalid: why.
         parts: further numbers of its reward.
         versions: oldest and newest of the weights that sampled it.
+        episode: what its record has besides, where it is an episode: its prompt and its messages among it.
     """
 
     response: str
@@ -40,6 +42,25 @@ class GreedySample:
     invalid: str | None
     parts: Mapping[str, float]
     versions: tuple[int, int]
+    episode: Mapping[str, Any] = field(default_factory=dict)
+
+
+def greedy_episode(samples: Samples) -> GreedySample:
+    """An episode that was played greedily, in its last sample where its history was rewritten."""
+    last = len(samples) - 1
+    ids, mask, versions = (samples.column(name)[last] for name in ("ids", "mask", "version"))
+    own, meta = prompt_length(mask), samples.meta
+    shown = {"prompt": meta["shown"][last], "prompt_ids": ids[:own].tolist()}
+    return GreedySample(
+        response=meta["response"][last],
+        ids=tuple(ids[own:].tolist()),
+        finish=meta["finish"][last],
+        reward=float(samples["reward"][last]) if bool(samples["valid"][last]) else None,
+        invalid=meta["invalid"][last],
+        parts=meta["parts"][last],
+        versions=version_range(versions, mask),
+        episode={**shown, **episode_fields(samples, last, own)},
+    )
 
 
 def with_baseline(group: Samples, greedy: GreedySample) -> Samples:
@@ -70,6 +91,7 @@ def greedy_record(samples: Samples, sample: int) -> dict[str, Any] | None:
         "finish": greedy["finish"],
         "versions": list(greedy["versions"]),
         "parts": greedy["parts"],
+        **greedy["episode"],
     }
 
 

@@ -19,7 +19,7 @@ from meshloom.data.rows import Prompt
 from meshloom.loop.baseline import GreedySample, greedy_record, with_baseline
 from meshloom.loop.control import tried_twice
 from meshloom.loop.stage import Attempt, Collected, Draw
-from meshloom.loop.token_columns import episode_columns, token_columns
+from meshloom.loop.token_columns import episode_fields, prompt_length, token_columns, version_range
 from meshloom.observe.timing import PhaseClock
 from meshloom.plan.residency import Phase
 from meshloom.rewards.combined import Scorer, Scoring
@@ -152,7 +152,7 @@ class Collector:
             for draw in draws
         ]
         if self.greedy:
-            params = replace(self.params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+            params = greedy_params(self.params)
             requests += [replace(each, id=_greedy_id(each.id), params=params, seeds=[0]) for each in requests]
         return requests
 
@@ -216,6 +216,11 @@ def packed(completion: Completion) -> Completion:
     )
 
 
+def greedy_params(params: SamplingParams) -> SamplingParams:
+    """The same, for the most probable token each time."""
+    return replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
+
 def _greedy_id(number: int) -> int:
     """Request of a draw's greedy sample."""
     return -1 - number
@@ -265,7 +270,7 @@ def sample_records(
     rows = {name: samples.rows[name].tolist() for name in ("prompt", "group", "reward", "valid")}
     for i, (ids, versions, mask) in enumerate(columns):
         prompt = prompts[rows["prompt"][i]]
-        own = int(mask.long().argmax()) if bool(mask.any()) else len(ids) - 1
+        own = prompt_length(mask)
         of_prompt = {
             "step": step,
             "kind": kind,
@@ -287,7 +292,7 @@ def sample_records(
                 "invalid": samples.meta["invalid"][i],
                 "advantage": float(samples.rows["advantage"][i]) if has_advantage else None,
                 "finish": samples.meta["finish"][i],
-                "versions": _range(versions[mask] if bool(mask.any()) else versions[own:]),
+                "versions": list(version_range(versions, mask)),
                 "parts": samples.meta["parts"][i],
                 **({"failed": failed[i]} if failed[i] else {}),
                 **({"remark": remarks[i]} if remarks[i] else {}),
@@ -296,15 +301,3 @@ def sample_records(
             }
         )
     return records
-
-
-def _range(versions: torch.Tensor) -> list[int]:
-    return [int(versions.min()), int(versions.max())]
-
-
-def episode_fields(samples: Samples, i: int, prompt_tokens: int) -> dict[str, Any]:
-    """What a record has besides where a sample is an episode: its messages, and what its tokens are."""
-    if "messages" not in samples.meta:
-        return {}
-    counts = {name: int(samples.rows[name][i]) for name in ("turns", "tool_calls", "tool_errors")}
-    return {"messages": samples.meta["messages"][i], **episode_columns(samples, i, prompt_tokens), **counts}

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshloom.data.rows import Prompt
 from meshloom.environments.chat import Conversation
 from meshloom.environments.pool import Episode as PoolEpisode
 from meshloom.environments.protocol import Answer, Fault, Message, Task
 from meshloom.loop.stage import Draw
-from meshloom.rewards.outcome import Reward
+from meshloom.rewards.outcome import Reward, RewardRequest
 from meshloom.rollout.protocol import Completion
 from meshloom.samples import Samples
 
@@ -72,7 +73,7 @@ class Episode:
 
     Args:
         draw: whose group it is in.
-        index: place in the group.
+        index: place in the group; of the greedy one the number before them.
         task: what it is about.
         place: the environment's, in the pool.
         deadline: on the monotonic clock.
@@ -192,3 +193,20 @@ def _column(pieces: Sequence[Piece], name: str, dtype: type) -> torch.Tensor:
     for piece in pieces:
         parts += [piece.prompt if name == "ids" else np.zeros(len(piece.prompt)), vars(piece)[name]]
     return torch.from_numpy(np.concatenate([np.asarray(part, dtype=dtype) for part in parts]))
+
+
+def reward_request(prompt: Prompt, episode: Episode) -> RewardRequest:
+    """What a reward function is told of an episode that is over."""
+    last = max(i for i, message in enumerate(episode.messages) if message["role"] == "assistant")
+    piece = episode.pieces[-1]
+    return RewardRequest(
+        response=episode.response,
+        answer=prompt.row.answer,
+        data_source=prompt.row.data_source,
+        extra=prompt.row.extra,
+        prompt=piece.text,
+        finish=episode.finish,
+        prompt_ids=piece.prompt,
+        response_ids=list(piece.ids),
+        chat=episode.messages[:last],
+    )

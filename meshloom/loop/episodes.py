@@ -21,17 +21,17 @@ from jinja2.exceptions import TemplateError
 
 from meshloom.config.episode_settings import EnvironmentSettings, RewrittenHistory
 from meshloom.config.errors import RunFault
-from meshloom.data.rows import Prompt, Row
+from meshloom.data.rows import Row
 from meshloom.environments.chat import ChatRenderer, Rewritten
 from meshloom.environments.pool import EnvironmentPool, Reply
 from meshloom.environments.protocol import Fault, FaultReason, Message, Task, Turn
-from meshloom.loop.collect import UNFINISHED, Collector, sample_seed
-from meshloom.loop.episode import FAILED, Episode
+from meshloom.loop.baseline import greedy_episode, with_baseline
+from meshloom.loop.collect import GREEDY, UNFINISHED, Collector, greedy_params, sample_seed
+from meshloom.loop.episode import FAILED, Episode, reward_request
 from meshloom.loop.stage import Attempt, Draw
 from meshloom.observe.timing import PhaseClock
 from meshloom.plan.residency import Phase
 from meshloom.rewards.combined import Scoring
-from meshloom.rewards.outcome import RewardRequest
 from meshloom.rollout.feed import RequestFeed
 from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from meshloom.samples import Samples, concat
@@ -90,10 +90,11 @@ class EpisodeCollector(Collector):
         settings = self.environments.settings
         return not settings.reasoning_gym and turns + 1 < settings.max_turns
 
-    def turn_params(self, left: int) -> SamplingParams:
+    def turn_params(self, left: int, *, is_greedy: bool = False) -> SamplingParams:
         """Parameters of a turn with so many tokens left."""
         bound = self.environments.settings.max_turn_tokens
-        return replace(self.params, max_tokens=left if bound is None else min(left, bound))
+        params = greedy_params(self.params) if is_greedy else self.params
+        return replace(params, max_tokens=left if bound is None else min(left, bound))
 
     def attempt(self, draws: Sequence[Draw], *, deadline_s: float, clock: PhaseClock) -> Attempt[Samples]:
         """Play the episodes of each draw, once."""
@@ -113,11 +114,15 @@ class EpisodeCollector(Collector):
             if not all(episode.is_over for episode in episodes):
                 unfinished.append(draw)
                 continue
-            parts = [
-                episode.samples(rewards.get((draw.number, episode.index), FAILED), self.engine.version, run.fallback)
-                for episode in episodes
-            ]
-            groups[draw.number] = concat(parts)
+            parts = {
+                each.index: each.samples(
+                    rewards.get((draw.number, each.index), FAILED), self.engine.version, run.fallback
+                )
+                for each in episodes
+            }
+            greedy = parts.pop(GREEDY, None)
+            group = concat(list(parts.values()))
+            groups[draw.number] = group if greedy is None else with_baseline(group, greedy_episode(greedy))
         return Attempt(groups, unfinished)
 
 
@@ -136,10 +141,10 @@ class _Run:
     def __init__(self, collector: EpisodeCollector, draws: Sequence[Draw]) -> None:
         self._own, self._limits = collector, collector.environments.settings
         self._renderer, self._pool = collector.environments.renderer, collector.environments.pool
-        samples = collector.samples_per_prompt
-        self.feed = RequestFeed(collector.largest(samples * len(draws)))
+        places = [*range(collector.samples_per_prompt), *([GREEDY] if collector.greedy else [])]
+        self.feed = RequestFeed(collector.largest(len(places) * len(draws)))
         self.scorings: dict[tuple[int, int], Scoring] = {}
-        self._groups = {draw.number: [self._episode(draw, k) for k in range(samples)] for draw in draws}
+        self._groups = {draw.number: [self._episode(draw, k) for k in places] for draw in draws}
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._asked: dict[int, Sequence[Episode]] = {}
         """Whose turn each sample of a request is."""
@@ -237,7 +242,7 @@ class _Run:
                 chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
                 for episode in group:
                     self._open_with(episode, chat)
-                self._ask(group)
+                self._ask_first(group)
                 continue
             for episode in group:
                 self._call(episode, self._pool.reset(episode.place, episode.task))
@@ -249,10 +254,10 @@ class _Run:
         """The first turns of a group, once all its environments have begun: samples with the same prompt share a request."""
         if not all(episode.is_over or episode.conversation for episode in group):
             return
-        same: dict[tuple[int, ...], list[Episode]] = {}
+        same: dict[tuple[bool, tuple[int, ...]], list[Episode]] = {}
         for episode in group:
             if not episode.is_over:
-                same.setdefault(tuple(episode.conversation.ids), []).append(episode)
+                same.setdefault((episode.index == GREEDY, tuple(episode.conversation.ids)), []).append(episode)
         for episodes in same.values():
             self._ask(episodes)
 
@@ -287,7 +292,7 @@ class _Run:
         request = Request(
             id=number,
             prompt_ids=first.conversation.ids,
-            params=own.turn_params(self._left(first)),
+            params=own.turn_params(self._left(first), is_greedy=first.index == GREEDY),
             seeds=[sample_seed(own.seed, one.draw.number, one.index, purpose) for one in episodes],
             keep=own.goes_on_after(first.num_turns),
         )
@@ -381,24 +386,8 @@ class _Run:
         self._pool.end(episode.place)
         group, scorings = self._groups[episode.draw.number], self.scorings
         if episode.fault is None:
-            request = _reward_request(self._own.prompts[episode.draw.prompt], episode)
+            request = reward_request(self._own.prompts[episode.draw.prompt], episode)
             scorings[episode.draw.number, episode.index] = self._own.scorer.submit(request)
         if all(each.is_over for each in group):
             keys = [(each.draw.number, each.index) for each in group]
             self._own.scorer.begin([scorings[key] for key in keys if key in scorings])
-
-
-def _reward_request(prompt: Prompt, episode: Episode) -> RewardRequest:
-    last = max(i for i, message in enumerate(episode.messages) if message["role"] == "assistant")
-    piece = episode.pieces[-1]
-    return RewardRequest(
-        response=episode.response,
-        answer=prompt.row.answer,
-        data_source=prompt.row.data_source,
-        extra=prompt.row.extra,
-        prompt=piece.text,
-        finish=episode.finish,
-        prompt_ids=piece.prompt,
-        response_ids=list(piece.ids),
-        chat=episode.messages[:last],
-    )

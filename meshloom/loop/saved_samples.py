@@ -28,6 +28,7 @@ from meshloom.samples import Samples
 WHERE = "rollout.from_samples"
 _TEXTS_CHECKED = 256
 _OF_EPISODES = ("episode", "turns", "tool_calls", "tool_errors")
+_OF_GREEDY_EPISODES = ("prompt", "prompt_ids", "messages", "own", *_OF_EPISODES)
 
 
 class SavedRecord(BaseModel):
@@ -340,6 +341,7 @@ def _greedy(record: SavedRecord) -> GreedySample:
         invalid=record.invalid,
         parts=record.parts,
         versions=(record.versions[0], record.versions[1]),
+        episode={} if record.episode is None else {name: vars(record)[name] for name in _OF_GREEDY_EPISODES},
     )
 
 

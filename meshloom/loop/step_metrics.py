@@ -17,6 +17,7 @@ from meshloom.config.errors import RunFault
 from meshloom.config.names import GROUP_ADVANTAGES
 from meshloom.config.settings import TrainSettings
 from meshloom.environments.protocol import FaultReason
+from meshloom.loop.baseline import NO_BASELINE
 from meshloom.loop.component_watch import by_component
 from meshloom.loop.stage import StepDone
 from meshloom.loop.validate import length_metrics, verdict_counts
@@ -43,7 +44,7 @@ def check_rewards(batch: Samples, settings: TrainSettings) -> None:
         reasons = Counter(reason for reason in batch.meta["invalid"] if reason is not None)
         reason, count = reasons.most_common(1)[0]
         place, mended = "reward.function", "the reward function"
-        if settings.environment is not None and reason.startswith(_OF_ENVIRONMENTS):
+        if settings.environment is not None and reason.removeprefix(f"{NO_BASELINE}: ").startswith(_OF_ENVIRONMENTS):
             place, mended = "environment", "the environment"
         elif settings.reward.components:
             place, mended = "reward.components", "the component that it names"

@@ -41,6 +41,25 @@ def episode_columns(samples: Samples, sample: int, prompt_tokens: int) -> dict[s
     return found | ({"turn_rewards": rewards.tolist()} if bool(rewards.any()) else {})
 
 
+def episode_fields(samples: Samples, sample: int, prompt_tokens: int) -> dict[str, Any]:
+    """What a record has besides where a sample is an episode: its messages, and what its tokens are."""
+    if "messages" not in samples.meta:
+        return {}
+    counts = {name: int(samples.rows[name][sample]) for name in ("turns", "tool_calls", "tool_errors")}
+    return {"messages": samples.meta["messages"][sample], **episode_columns(samples, sample, prompt_tokens), **counts}
+
+
+def prompt_length(mask_T: torch.Tensor) -> int:
+    """Tokens of a sample before its response, which begins with the first that is the model's own; the last one, if none is."""
+    return int(mask_T.long().argmax()) if bool(mask_T.any()) else len(mask_T) - 1
+
+
+def version_range(version_T: torch.Tensor, mask_T: torch.Tensor) -> tuple[int, int]:
+    """Oldest and newest version of the weights that sampled a sample's own tokens; of its last one, if none is."""
+    own = version_T[mask_T] if bool(mask_T.any()) else version_T[-1:]
+    return int(own.min()), int(own.max())
+
+
 def _of_response(samples: Samples, sample: int, prompt_tokens: int) -> tuple[int, int]:
     """Where the tokens of a sample's response are in the columns."""
     stop = int(samples.lengths[: sample + 1].sum())

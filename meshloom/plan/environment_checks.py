@@ -6,7 +6,6 @@ Owns: rules about environments, each with a code (I). Refuses to know: what an e
 from pathlib import Path
 
 from meshloom.config.episode_settings import EnvironmentSettings
-from meshloom.config.names import GREEDY_ADVANTAGES
 from meshloom.config.settings import EvalSettings, SourceSettings, TrainSettings
 from meshloom.config.user_file import Lack, lacking
 from meshloom.plan.findings import Findings
@@ -113,10 +112,6 @@ def _check_bounds(found: Findings, settings: TrainSettings | EvalSettings, envir
             fix="set reward.function too, or reward.overlong=null",
             suggestions=(("reward.overlong=null",),),
         )
-    if isinstance(settings, TrainSettings) and settings.algorithm.advantage in GREEDY_ADVANTAGES:
-        what = f"{settings.algorithm.advantage} needs a greedy sample of each prompt, and no greedy episode is played"
-        suggestion = ("algorithm.advantage=grpo",)
-        found.refuse("I015", "algorithm.advantage", what, fix="algorithm.advantage=grpo", suggestions=(suggestion,))
     for name in ("step_deadline_s", "episode_deadline_s"):
         deadline_s = vars(environment)[name]
         if deadline_s is not None and deadline_s >= rollout.deadline_s:
