@@ -199,9 +199,10 @@ def watch(
             start_new_session=True,
         )
         family: set[psutil.Process] = {process}
+        over = False
         usual = signal.signal(signal.SIGTERM, _leave)
         try:
-            while process.poll() is None and time.time() - started < deadline_s and not done():
+            while process.poll() is None and time.time() - started < deadline_s and not (over := done()):
                 time.sleep(POLL_S)
                 if time.time() - looked > 1.0:
                     looked = time.time()
@@ -210,7 +211,8 @@ def watch(
             code = process.poll()
         finally:
             family.update(_descendants(process))
-            _end(family)
+            # What is done would still save its model if it were asked to leave: gigabytes that slow down the next side.
+            _end(family, at_once=over)
             signal.signal(signal.SIGTERM, usual)
     done()
     return Ended(started=started, code=code, peak_device_bytes=peak)
@@ -235,14 +237,22 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _end(family: set[psutil.Process]) -> None:
-    """End processes: a chance to leave, then none."""
-    for how, wait_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
-        alive = [process for process in family if process.is_running()]
+def _end(family: set[psutil.Process], at_once: bool) -> None:
+    """End processes: a chance to leave, unless at once, then none."""
+    for how, wait_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0))[at_once:]:
+        alive = [process for process in family if _is_alive(process)]
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(how)
         psutil.wait_procs(alive, timeout=wait_s)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended and that nobody collects does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def has_package(name: str, path: str) -> bool:
