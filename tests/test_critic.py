@@ -196,6 +196,24 @@ def test_the_actor_waits_while_the_critic_warms_up(inputs: Path, whole: Path) ->
     assert not all(torch.equal(first[name], at[1][name]) for name in at[1])
 
 
+def test_in_the_warm_up_the_weight_of_the_divergence_rests_and_a_reference_that_is_refreshed_is_saved(
+    inputs: Path, tmp_path: Path
+) -> None:
+    """The weight followed the divergence of an actor that did not learn, which is 0; a reference refreshed with version 0 was
+    taken for one that never was, and was in no checkpoint."""
+    changes = ("algorithm.kl=reward", "algorithm.kl_control=adaptive", "algorithm.kl_horizon=20", "batch.steps=3")
+    changes += ("reference.refresh_every_steps=1", "data.validation=null")
+    assert run_training(train_settings(inputs, tmp_path / "run", *PPO, *changes), resume=False) == 0
+    metrics = [record["metrics"] for record in read_metrics(tmp_path / "run")]
+    assert [step["kl_coefficient"] for step in metrics] == [0.05, 0.05, 0.05]
+    assert [step["reference_version"] for step in metrics] == [0, 0, 0]
+    saved = [tmp_path / "run" / "checkpoints" / f"step-00000{step}" for step in (1, 2, 3)]
+    kept = [json.loads((folder / "state.json").read_text())["algorithm"] for folder in saved]
+    assert [each["kl_coefficient"] for each in kept[:2]] == [0.05, 0.05] and kept[2]["kl_coefficient"] != 0.05
+    assert [each["reference_version"] for each in kept] == [None, 0, 0]
+    assert [(folder / "reference").is_dir() for folder in saved] == [False, True, True]
+
+
 def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_happened(inputs: Path, whole: Path) -> None:
     """From the middle of the warm-up, and after it."""
     for step in (1, 3):

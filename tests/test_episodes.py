@@ -266,6 +266,9 @@ def test_an_episode_of_several_samples_counts_once(inputs: Path) -> None:
     with pytest.raises(RunFault, match="33% of this step's rewards are invalid"):
         check_rewards(split, settings)
     assert spread_of(split.select([0, 1, 2]), settings) is Spread.TOO_FEW
+    settings = train_settings(inputs, inputs / "none", "reward.max_invalid_share=0.3", "environment.custom=g.py:G")
+    with pytest.raises(RunFault, match="(?s)where: environment\n.*mend the environment, or raise"):
+        check_rewards(split, settings)
 
 
 def test_records_of_an_episode_say_what_trains_again_without_log_probs(inputs: Path, pool: EnvironmentPool) -> None:

@@ -200,6 +200,14 @@ def test_parts_are_where_the_memory_ledger_counts_them() -> None:
             assert holdings[stay.role, names[stay.part]] == stay.phases, (chosen, stay)
 
 
+def test_samples_of_a_file_may_need_the_actor_before_the_update() -> None:
+    """Without log-probs in the file they are computed, and the weights were not there."""
+    for changes, there in (((), False), (("rollout.from_samples=f",), True)):
+        settings = load_settings(TrainSettings, None, [*DATA, *changes, "offload.actor.parameters=host"])
+        (actor, _) = stays(settings, lay_out(settings, None, 0).layout)
+        assert (actor.at(Phase.LOGPROB) is Residency.DEVICE) == there
+
+
 def test_leaving_makes_room_before_others_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models that take turns are never both on the device while they change places."""
     settings = load_settings(TrainSettings, None, [*DATA])

@@ -1,18 +1,22 @@
 """Packed forward and backward: equal to one-by-one in transformers, and independent of how samples are packed."""
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import log_softmax
 
-from meshloom.config.errors import UserError
+from meshloom.config.errors import RunFault, UserError
 from meshloom.config.settings import LoraSettings, ModelSettings, OptimizerSettings
 from meshloom.samples import Samples
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import check_head
 from meshloom.train.load import add_lora
 from meshloom.train.model import LossParts, MicrobatchBound, TrainedModel
+from meshloom.train.optimizer import Optimizer
+from meshloom.train.snapshot import save_adapter_config
 from tests.models import FAMILIES, tiny_model
 
 LENGTHS = [13, 5, 21, 13, 2, 9]
@@ -155,6 +159,26 @@ def test_adapters_train_alone_and_the_base_answers_without_them() -> None:
     without, _ = model.forward(make_samples(), temperature=1.0, adapters=False)
     torch.testing.assert_close(without, base_logprob)
     assert (with_adapters - without).abs().max() > 1e-3
+
+
+def test_settings_of_adapters_name_layers_in_one_order(tmp_path: Path) -> None:
+    """They were in the order of a set: another one in each process, so two equal runs had different checkpoints."""
+    settings = SETTINGS.model_copy(update={"lora": LoraSettings(rank=2)})
+    model = trained(add_lora(tiny_model("qwen3"), settings.lora, seed=1), 64, settings=settings)
+    save_adapter_config(model, tmp_path / "adapter")
+    names = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert len(names) == 7 and names == sorted(names)
+
+
+@pytest.mark.parametrize(("value", "said"), [(1e25, "as a whole, is not finite"), (float("nan"), "where: weight")])
+def test_a_gradient_that_no_number_holds_stops_the_run_with_a_reason(value: float, said: str) -> None:
+    """Where each gradient was finite and their norm was not, an error of the program named no parameter."""
+    module = torch.nn.Linear(3, 3, bias=False)
+    optimizer, before = Optimizer(module, OptimizerSettings()), module.weight.clone()
+    module.weight.grad = torch.full((3, 3), value)
+    with pytest.raises(RunFault, match=said):
+        optimizer.step(total_updates=1)
+    assert torch.equal(module.weight, before)
 
 
 def test_no_tensor_of_tokens_times_vocabulary_is_alive() -> None:
