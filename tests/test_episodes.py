@@ -333,6 +333,7 @@ def test_a_run_with_tools_trains_on_what_was_sampled_and_can_be_resumed(inputs: 
     steps = [record["metrics"] for record in read_metrics(run) if record["kind"] == "train"]
     assert all(metrics["sampler_gap"] < 1e-5 for metrics in steps), "sampler and trainer see the same tokens"
     assert sum(metrics.get("tool_calls_mean", 0) for metrics in steps) > 0
+    assert all(metrics["prompt_tokens_reused"] > 0 for metrics in steps if metrics["turns_mean"] > 1)
     samples = [record for record in read_samples(run) if record["tool_calls"] and record["turns"] > 1]
     assert samples
     for record in samples:

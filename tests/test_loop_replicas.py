@@ -1,5 +1,6 @@
 """Replicas of an engine: turns, shares, and samples on their way between processes."""
 
+import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,9 +15,10 @@ from meshloom.fabric.wire import decode, encode
 from meshloom.fabric.workers import Workers
 from meshloom.loop.interrupts import Interrupts
 from meshloom.loop.model_role import in_order, merged
-from meshloom.loop.replicas import RemoteEngine, Turns
+from meshloom.loop.replicas import RemoteEngine
 from meshloom.loop.shares import Share
 from meshloom.loop.telling import tell_each
+from meshloom.loop.turns import Turns
 from meshloom.rollout.feed import ReplicaFeed, RequestFeed
 from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from meshloom.rollout.travel import Completions
@@ -66,6 +68,19 @@ def test_prompts_go_to_the_replica_with_least_to_do() -> None:
     assert shares(found, [request(i) for i in range(6)]) == {0: [0, 2, 4], 1: [1, 3, 5]}
     assert shares(found, [request(6, longest=100)]) == {0: [6]}
     assert shares(found, [request(i) for i in range(7, 11)]) == {1: [7, 8, 9, 10]}
+
+
+def test_a_turn_goes_where_the_one_before_it_was_made() -> None:
+    """Unless that replica has far more to do than another; of a request that nobody has told of nothing is known."""
+    found = engine(2)
+    replicas = [replica for replica, _ in found.spread([request(i) for i in range(2)])]
+    turns = [dataclasses.replace(request(number), after=0) for number in range(2, 6)]
+    made_by = {0: replicas[1]}
+    assert [[each.id for each in share] for _, share in found.spread(turns[:2], made_by)] == [[2, 3]]
+    assert replicas[1].waiting_tokens == 3 * replicas[0].waiting_tokens
+    assert found.spread(turns[2:3], made_by)[0][0] is replicas[1]
+    assert found.spread(turns[3:], made_by)[0][0] is replicas[0]
+    assert found.spread([dataclasses.replace(request(7), after=9)], made_by)[0][0] is replicas[0]
 
 
 def test_a_replica_without_a_prompt_is_left_alone() -> None:

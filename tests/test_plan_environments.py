@@ -71,6 +71,25 @@ def test_what_is_likely_not_meant_is_warned_about(code: str, overrides: list[str
     assert (found.problems, [warning.code for warning in found.warnings]) == ([], [code])
 
 
+def test_the_plan_counts_what_is_kept_between_turns(tmp_path: Path) -> None:
+    """On the processor a copy of each episode beside the slots; where an episode has one turn, nothing."""
+    inputs = write_inputs(tmp_path)
+    (inputs / "game.py").write_text("make = object\n")
+    game = f"environment.gym={inputs}/game.py:make"
+    held = {}
+    for turns in (1, 3):
+        given = train_settings(
+            inputs, tmp_path / "run", game, f"environment.max_turns={turns}", "rollout.kv_cache_bytes=null"
+        )
+        plan = build_plan(given, 14)
+        (line,) = (line for line in plan.lines if line.name == "key-value cache")
+        assert ("tokens kept between turns" in line.formula) is (turns > 1)
+        held[turns] = plan.value("key-value cache") / plan.value("cache per token")
+    samples = given.batch.prompts_per_step * given.batch.samples_per_prompt
+    longest = given.data.max_prompt_tokens + given.rollout.max_response_tokens
+    assert held[3] - held[1] == samples * longest
+
+
 def test_a_run_refuses_a_file_in_the_words_of_its_plan(tmp_path: Path) -> None:
     """It said less, and found it out in another process."""
     inputs = write_inputs(tmp_path)

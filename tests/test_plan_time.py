@@ -123,6 +123,21 @@ def test_a_step_takes_what_was_measured(name: str, generate_s: float, update_s: 
     assert step_seconds([generated], [updated], C) == pytest.approx(step_s, rel=0.1)
 
 
+def test_turns_take_what_does_not_stay_in_the_cache() -> None:
+    """Nothing where there is room for all episodes; without any, the conversation so far for each turn."""
+
+    def prompts(cache: int | None, turns: int) -> float:
+        found = generate_time(engine(name, 512, cache_bytes=cache), replace(STEP, later_turns=turns), ONE, C)
+        return next(part.seconds for part in found.parts if part.name == "prompts")
+
+    name = "Qwen2.5-1.5B"
+    once, token = prompts(None, 0), 28 * 2 * 256 * 2
+    assert prompts(None, 5) == prompts(512 * (34 + 512) * token, 5) == once
+    anew = once * (1 + 512 * 5 * (34 + 512 / 2) / (64 * 34))
+    assert prompts(1, 5) == pytest.approx(anew)
+    assert prompts(256 * (34 + 512) * token, 5) == pytest.approx((once + anew) / 2)
+
+
 def test_the_engine_of_now_makes_as_many_tokens_as_measured() -> None:
     """87,500 a second with 1.5B and 256 in flight; 53,800 with 128."""
     for rows, measured in ((256, 87_500), (128, 53_800)):

@@ -78,6 +78,7 @@ class Episode:
         place: the environment's, in the pool.
         deadline: on the monotonic clock.
         turn_ids: the model's last turn, as sampled.
+        asked: number of the request for it.
     """
 
     draw: Draw
@@ -94,6 +95,7 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)
     turn_ids: Sequence[int] = ()
+    asked: int | None = None
     response: str = ""
     finish: str = ""
     fault: Fault | None = None

@@ -295,7 +295,10 @@ class _Run:
             params=own.turn_params(self._left(first), is_greedy=first.index == GREEDY),
             seeds=[sample_seed(own.seed, one.draw.number, one.index, purpose) for one in episodes],
             keep=own.goes_on_after(first.num_turns),
+            after=first.asked,
         )
+        for episode in episodes:
+            episode.asked = number
         self._ready.append((first.draw.number, first.index, request))
         self._num_ready += len(episodes)
 

@@ -16,55 +16,28 @@ import itertools
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from meshloom.fabric.workers import Workers
 from meshloom.loop.shares import Share, most_tokens
+from meshloom.loop.turns import Turns
 from meshloom.rollout.feed import RequestFeed, with_largest
-from meshloom.rollout.protocol import Completion, Request
+from meshloom.rollout.protocol import Completion, PromptCount, Request
 from meshloom.rollout.requests import check_requests, kv_tokens
 
 _ANSWER_S = 300.0
 """Seconds that a replica may take to answer, beyond a generation's deadline."""
+_MORE_TO_DO = 2
+"""How much more than another a replica may have to do that has the beginning of a request."""
 _BACK_S, _LOOK_S = 10.0, 0.05
 """Seconds to wait for requests that were asked back, and between looks at who wants the replica that waits."""
 
 
-class Turns:
-    """Who may use a replica: one at a time, in the order of asking; who moves weights goes first."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()
-        self._taken = False
-
-    @property
-    def waiting(self) -> int:
-        """How many wait for a turn."""
-        return len(self._waiting)
-
-    @contextmanager
-    def turn(self, *, first: bool = False) -> Iterator[None]:
-        """Wait for a turn, and have it inside."""
-        ticket = object()
-        with self._changed:
-            self._waiting.appendleft(ticket) if first else self._waiting.append(ticket)
-            try:
-                self._changed.wait_for(lambda: not self._taken and self._waiting[0] is ticket)
-                self._taken = True
-            finally:
-                self._waiting.remove(ticket)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._taken = False
-                self._changed.notify_all()
+_NOBODY: Mapping[int, "Replica"] = {}
 
 
 @dataclass
@@ -105,6 +78,7 @@ class _Job:
         shares: of the replicas, begun and not.
         pending: what each replica, by its first rank, has yet to begin.
         running: what each replica generates, if more may join it.
+        made_by: the replica that has told samples of a request.
         at_work: replicas that have a thread.
     """
 
@@ -115,6 +89,7 @@ class _Job:
     shares: list[Share] = field(default_factory=list)
     pending: dict[int, Share] = field(default_factory=dict)
     running: dict[int, Share] = field(default_factory=dict)
+    made_by: dict[int, Replica] = field(default_factory=dict)
     at_work: set[int] = field(default_factory=set)
 
 
@@ -141,6 +116,7 @@ class RemoteEngine:
         self.version = 0
         self.memory: dict[int, dict[str, float]] = {}
         """What each rank told of its memory when it last generated."""
+        self._prompts = PromptCount()
         self._workers, self._vocabulary = workers, vocabulary
         self._move_weights, self._takes_turns = move_weights, takes_turns
         self._replicas = [Replica(tuple(ranks)) for ranks in replicas]
@@ -176,6 +152,12 @@ class RemoteEngine:
             begun = [share for share in found if share.number is not None]
         for share in begun:
             self._tell(share, [request_id], only_unbegun=False)
+
+    def take_prompts(self) -> PromptCount:
+        """Tokens of prompts of the generations that have ended since the last call."""
+        with self._spreading:
+            taken, self._prompts = self._prompts, PromptCount()
+        return taken
 
     def load_weights(self, version: int) -> None:
         """Move the trainer's weights to every replica, once none of them generates."""
@@ -225,7 +207,7 @@ class RemoteEngine:
     def _give(self, job: _Job, requests: Sequence[Request], until: float | None = None) -> int:
         """Give requests to replicas; how many begin, which were not at work."""
         begun = 0
-        for replica, added in self.spread(requests):
+        for replica, added in self.spread(requests, job.made_by):
             rank = replica.ranks[0]
             with self._spreading:
                 share = None if replica.turns.waiting else job.running.get(rank)
@@ -256,17 +238,27 @@ class RemoteEngine:
         job.shares.append(share)
         return share
 
-    def spread(self, requests: Sequence[Request]) -> list[tuple[Replica, list[Request]]]:
+    def spread(
+        self, requests: Sequence[Request], made_by: Mapping[int, Replica] = _NOBODY
+    ) -> list[tuple[Replica, list[Request]]]:
         """Each request to the replica that has least to do, by the most tokens that it may yet generate; the largest first.
-        What is spread counts as work of its replica until that has told its end."""
+        What goes on from a request goes to the replica that made it, unless that has far more to do. What is spread counts as
+        work of its replica until that has told its end."""
         order = sorted(range(len(requests)), key=lambda i: (-most_tokens(requests[i]), i))
         shares: dict[int, list[int]] = {}
         with self._spreading:
             for i in order:
-                number = min(range(len(self._replicas)), key=lambda n: (self._replicas[n].waiting_tokens, n))
+                number = self._choose(requests[i], made_by)
                 self._replicas[number].waiting_tokens += most_tokens(requests[i])
                 shares.setdefault(number, []).append(i)
         return [(self._replicas[n], [requests[i] for i in sorted(share)]) for n, share in sorted(shares.items())]
+
+    def _choose(self, request: Request, made_by: Mapping[int, Replica]) -> int:
+        """The number of a request's replica. To compute tokens takes far less than to generate as many."""
+        number = min(range(len(self._replicas)), key=lambda n: (self._replicas[n].waiting_tokens, n))
+        before = None if request.after is None else made_by.get(request.after)
+        most = _MORE_TO_DO * self._replicas[number].waiting_tokens + most_tokens(request)
+        return number if before is None or before.waiting_tokens > most else self._replicas.index(before)
 
     def _run(self, job: _Job, replica: Replica) -> None:
         """Let a replica generate what it was given, as often as there is something, and then what others have not begun."""
@@ -313,7 +305,10 @@ class RemoteEngine:
                 self._tell(share, aborted, only_unbegun=False)
             for _, completions in call.events():
                 job.told.put(self._sorted(job, replica, share, completions.each()))
-            self.memory |= dict(zip(replica.ranks, call.result(), strict=True))
+            told = call.result()
+            self.memory |= {rank: of_rank["memory"] for rank, of_rank in zip(replica.ranks, told, strict=True)}
+            with self._spreading:
+                self._prompts.add(*told[0]["prompts"])
         finally:
             with self._spreading:
                 self._shares.discard(share)
@@ -329,6 +324,7 @@ class RemoteEngine:
         """What of a replica's completions is the caller's; requests that came back go to who waits for them, or begin anew."""
         with self._spreading:
             kept, back = share.take(told)
+            job.made_by.update((each.request_id, replica) for each in kept)
             if back and share.has_helper:
                 replica.waiting_tokens -= sum(map(most_tokens, back))
                 share.returned.put(back)

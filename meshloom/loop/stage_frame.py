@@ -134,7 +134,7 @@ class StageFrame:
         solving = solving_component(self.settings.reward, validation.success_component)
         metrics = batch_metrics(batch, threshold=validation.success_threshold, component=solving)
         metrics |= component_metrics(batch, self.components.names) | self.roles.collector.scorer.take_counts()
-        return metrics | baseline_metrics(batch)
+        return metrics | baseline_metrics(batch) | self.roles.engine.take_prompts().metrics()
 
     def validate(self, step: int) -> float | None:
         """The accuracy on held-out prompts, if there are any."""

@@ -60,6 +60,7 @@ class Validator:
         samples = concat(collected.groups)
         metrics |= validation_metrics(samples, threshold=self.settings.success_threshold, component=self.solving)
         metrics |= component_metrics(samples, self.components) | self.collector.scorer.take_counts()
+        metrics |= self.collector.engine.take_prompts().metrics()
         return Validation(metrics, sample_records(samples, prompts, step=step, kind="validation"))
 
 

@@ -205,8 +205,9 @@ class WorkerHost:
     @verb()
     def generate(
         self, requests: list[Request], deadline_s: float, number: int, largest: Request | None
-    ) -> dict[str, float]:
-        """Generate, and tell samples as they finish, on the first rank of a replica; what ``memory`` says then.
+    ) -> dict[str, Any]:
+        """Generate, and tell samples as they finish, on the first rank of a replica; what ``memory`` says then, and tokens of
+        prompts as ``PromptCount``.
 
         Args:
             requests: to begin with.
@@ -224,7 +225,8 @@ class WorkerHost:
                 tell_each(stream, lambda finished: tell(Completions.of(finished)))
             else:
                 deque(stream, maxlen=0)
-        return self.memory()
+        prompts = engine.take_prompts()
+        return {"memory": self.memory(), "prompts": [prompts.computed, prompts.reused]}
 
     @note
     def end_requests(self, number: int, request_ids: list[int], only_unbegun: bool) -> None:

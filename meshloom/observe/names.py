@@ -92,6 +92,8 @@ _ALL = (
     _metric("response_tokens_max", "Longest response", U.TOKENS, B.NEITHER, S.BEHAVIOUR, "Length of the longest response."),
     _metric("truncated_share", "Truncated", U.SHARE, B.DOWN, S.BEHAVIOUR, "Share of responses cut off at the longest allowed length."),
     _metric("prompt_tokens_mean", "Prompt length", U.TOKENS, B.NEITHER, S.BEHAVIOUR, "Mean length of the prompts."),
+    _metric("prompt_tokens_computed", "Prompt tokens, computed", U.TOKENS, B.NEITHER, S.SPEED, "Tokens of prompts that the engine computed; in an episode each turn's prompt is the conversation so far."),
+    _metric("prompt_tokens_reused", "Prompt tokens, reused", U.TOKENS, B.UP, S.SPEED, "Tokens of prompts whose keys and values the engine still had, of an earlier turn or another prompt."),
     _metric("episodes", "Episodes", U.COUNT, B.NEITHER, S.BEHAVIOUR, "Episodes with an environment; one may be several samples where a template rewrites history."),
     _metric("turns_mean", "Turns", U.NONE, B.NEITHER, S.BEHAVIOUR, "Mean turns of the model in an episode."),
     _metric("environment_tokens_mean", "Environment's tokens", U.TOKENS, B.NEITHER, S.BEHAVIOUR, "Mean tokens that template, tools and environment put between the turns of a sample; they are not trained on."),

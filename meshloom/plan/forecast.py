@@ -35,6 +35,7 @@ from meshloom.plan.time import (
     update_time,
 )
 from meshloom.plan.topology import DeviceSet
+from meshloom.plan.turns import later_turns
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -276,6 +277,7 @@ def phase_times(
             prompt_tokens=lengths.prompt,
             response_tokens=lengths.response,
             longest=lengths.longest,
+            later_turns=later_turns(settings),
         )
         yield in_rounds(generate_time(engine, requests, cluster, constants), settings)
     for phase in (Phase.LOGPROB, Phase.VALUES):

@@ -5,7 +5,7 @@ those of the ledgers; everything else is a constant that is listed.
 
 A step of n sequences reads the weights once, or computes 2 operations a parameter and sequence, whichever takes longer; it
 reads the cache of all sequences; writes logits and reads them; and each layer costs its launches. Prompts are computed as in a
-training pass, once each.
+training pass, once each; those of later turns as far as they did not stay in the cache.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ class Requests:
         prompt_tokens: of a prompt, on average.
         response_tokens: of a response, on average.
         longest: response.
+        later_turns: of an episode after its first, whose prompt is the conversation so far.
     """
 
     samples: int
@@ -38,6 +39,7 @@ class Requests:
     prompt_tokens: float
     response_tokens: float
     longest: int
+    later_turns: int = 0
 
 
 def decode_step(
@@ -105,19 +107,25 @@ def generate_time(engine: EngineRole, requests: Requests, cluster: Cluster, cons
     bounded holds as many sequences as it has room for, of usual length.
     """
     model, rows = engine.model, min(engine.sequences, requests.samples)
+    kept = 1.0
     if engine.cache_bytes is not None:
         each = (requests.prompt_tokens + requests.response_tokens) * cached_values(model, engine.tensor) * engine.width
         rows = max(1, min(rows, int(engine.cache_bytes / each)))
+        kept = min(1.0, engine.cache_bytes / (each * requests.samples))
     steps = (requests.samples - rows) * requests.response_tokens / rows + requests.longest
     mean_rows = requests.samples * requests.response_tokens / steps
     past = requests.prompt_tokens + requests.response_tokens / 2
     step = decode_step(engine, mean_rows, past, cluster, constants)
     of = f"{steps:,.0f} steps of {mean_rows:.0f} sequences on average"
     parts = [Seconds(name=part.name, seconds=part.seconds * steps, formula=f"{of} × {part.formula}") for part in step]
-    filled = requests.prompts * requests.prompt_tokens
+    # A turn's prompt is there, as far as the cache has room for all episodes.
+    of_turns = requests.samples * requests.later_turns * (requests.prompt_tokens + requests.response_tokens / 2)
+    filled = requests.prompts * requests.prompt_tokens + (1 - kept) * of_turns
     flops = 2 * model.computed * filled / engine.tensor
     seconds = flops / (cluster.device.matrix_flops * constants.prompt_matrix_share)
     formula = f"{filled:,.0f} tokens × 2 × {model.computed:,} parameters"
+    if requests.later_turns:
+        formula += f"; {kept:.0%} of the conversations stay in the cache between {requests.later_turns + 1} turns"
     parts.append(Seconds(name="prompts", seconds=seconds, formula=formula))
     parts.append(Seconds(name="start", seconds=constants.generate_start_s, formula="once a phase"))
     return PhaseTime(phase=Phase.GENERATE, role=engine.name, parts=tuple(parts))

@@ -37,6 +37,7 @@ from meshloom.plan.reference import has_own_reference
 from meshloom.plan.residency import EngineRole, ModelRole, Phase
 from meshloom.plan.sharded_memory import FLOAT32, engine_holdings, model_holdings
 from meshloom.plan.shards import Cut, cached_values, part_of
+from meshloom.plan.turns import kept_tokens
 
 _SMALLEST_SLOT, _PAGE = 64, 64
 _SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -285,12 +286,12 @@ def _update_lines(ledger: MemoryLines, settings: TrainSettings | SftSettings, ac
     ledger.held("activations", f"estimate: tokens at once × {values} × {actor.width}")
 
 
-def _longest_and_sequences(settings: TrainSettings | EvalSettings) -> tuple[int, int]:
-    """Tokens of the longest sample, and samples that are generated at once."""
+def _longest_and_samples(settings: TrainSettings | EvalSettings) -> tuple[int, int]:
+    """Tokens of the longest sample, and samples of a step; of an evaluation those that are generated at once."""
     rollout = settings.rollout
     if isinstance(settings, TrainSettings):
         samples = settings.batch.prompts_per_step * settings.batch.samples_per_prompt
-        return longest_sample_tokens(settings), min(rollout.max_sequences, samples)
+        return longest_sample_tokens(settings), samples
     response = settings.validation.max_response_tokens or rollout.max_response_tokens
     return settings.data.max_prompt_tokens + response, rollout.max_sequences
 
@@ -300,7 +301,8 @@ def _engine_lines(
 ) -> None:
     """The engine: vLLM with weights of its own, which with the cache are gone while it sleeps; the embedded one without."""
     rollout, gpu, vllm = settings.rollout, on_gpu(settings.device), settings.rollout.engine == "vllm"
-    longest, sequences = _longest_and_sequences(settings)
+    longest, samples = _longest_and_samples(settings)
+    sequences = min(rollout.max_sequences, samples)
     slot, given = longest if vllm else _slot(longest, gpu=gpu), rollout.kv_cache_bytes
     bound = given if given is not None or gpu else _quarter_of_free_bytes()
     model = model if vllm else model.with_whole_cache()
@@ -311,6 +313,7 @@ def _engine_lines(
         sleeps=not vllm or (gpu and rollout.vllm.sleep),
         sequences=sequences,
         slot_tokens=slot,
+        kept_tokens=kept_tokens(settings, samples=samples, sequences=sequences, slot=slot, longest=longest, gpu=gpu),
         cache_bytes=bound,
         fills_cache=vllm,
         keeps_logits=gpu and not vllm,
@@ -322,6 +325,8 @@ def _engine_lines(
         of_value, formula = "bytes of a value", _vllm_cache(settings, longest)
     else:
         of_value, formula = str(width), f"sequences at once × slot of {slot} tokens × cache per token"
+        if engine.kept_tokens:
+            formula += f" + {engine.kept_tokens:,} tokens kept between turns × cache per token"
         if gpu:
             ledger.held("logits of a decode step", "sequences at once × vocabulary × 4")
         if given is not None:

@@ -123,6 +123,7 @@ class EngineRole:
         sleeps: whether weights of its own and the cache are gone outside of its phases.
         sequences: that a replica generates at once.
         slot_tokens: cache of one sequence, in tokens.
+        kept_tokens: that stay in the cache between turns of episodes, beside those of the sequences.
         cache_bytes: bound on the cache of a device; none if there is none.
         cache_bound: where that bound comes from, in words.
         fills_cache: whether it takes the bound whole, whatever the sequences need.
@@ -140,6 +141,7 @@ class EngineRole:
     sleeps: bool = True
     sequences: int
     slot_tokens: int
+    kept_tokens: int = 0
     cache_bytes: int | None = None
     cache_bound: str = "as given"
     fills_cache: bool = False

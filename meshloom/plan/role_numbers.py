@@ -19,6 +19,7 @@ from meshloom.plan.reference import has_own_reference, refreshes
 from meshloom.plan.residency import EngineRole, ModelRole, Phase, Residency
 from meshloom.plan.sharded_memory import FLOAT32
 from meshloom.plan.shards import Cut, ceil_div
+from meshloom.plan.turns import kept_tokens
 
 _PAGE = 64
 _CACHE_SHARE = 0.9
@@ -158,6 +159,8 @@ def engine_role(settings: TrainSettings, layout: Layout, model: DecoderNumbers) 
     tensor, longest = found.mesh.size("tp"), longest_sample_tokens(settings)
     samples = ceil_div(prompts_at_once(settings), found.replicas) * samples_each(settings)
     apart = not share_devices(found, layout.role(Role.ACTOR))
+    sequences = min(rollout.max_sequences, samples)
+    slot = longest if vllm or not gpu else (ceil_div(longest, _PAGE) + 1) * _PAGE
     return EngineRole(
         name=str(Role.ROLLOUT),
         model=model if vllm else model.with_whole_cache(),
@@ -166,8 +169,9 @@ def engine_role(settings: TrainSettings, layout: Layout, model: DecoderNumbers) 
         own_weights=engine_owns_weights(settings, layout),
         # Engines make room for training where that is on the same devices, and nowhere else; vLLM can on a GPU only.
         sleeps=not apart and (not vllm or (gpu and rollout.vllm.sleep)),
-        sequences=min(rollout.max_sequences, samples),
-        slot_tokens=longest if vllm or not gpu else (ceil_div(longest, _PAGE) + 1) * _PAGE,
+        sequences=sequences,
+        slot_tokens=slot,
+        kept_tokens=kept_tokens(settings, samples=samples, sequences=sequences, slot=slot, longest=longest, gpu=gpu),
         cache_bytes=rollout.kv_cache_bytes,
         fills_cache=vllm,
         keeps_logits=gpu and not vllm,

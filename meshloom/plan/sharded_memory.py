@@ -162,8 +162,10 @@ def engine_holdings(role: EngineRole) -> tuple[Holding, ...]:
         if role.loads_whole:
             found.append(_whole_tensors(role))
     per_token = cached_values(role.model, role.tensor) * role.width
-    wanted = role.sequences * role.slot_tokens * per_token
+    wanted = (role.sequences * role.slot_tokens + role.kept_tokens) * per_token
     formula = f"{role.sequences} sequences at once × {role.slot_tokens} tokens × {per_token}"
+    if role.kept_tokens:
+        formula += f" + {role.kept_tokens:,} tokens kept between turns × {per_token}"
     if role.cache_bytes is not None and (role.fills_cache or role.cache_bytes < wanted):
         wanted, formula = role.cache_bytes, f"{role.cache_bound}; wanted are {formula}"
     found.append(_held(role, "key-value cache", wanted, formula, *awake))

@@ -60,6 +60,7 @@ class Request:
         seeds: one seed a sample; a sample's tokens depend on its seed and prompt, not on what else is in the batch.
         keep: whether requests will follow that begin with this prompt and a sample of it that ended by itself: keys and values
             stay, where there is room, until the weights change. What is drawn is the same, up to the order of sums.
+        after: the request whose sample this one begins with; who has several engines prefers the one that made it.
     """
 
     id: int
@@ -67,6 +68,7 @@ class Request:
     params: SamplingParams
     seeds: Sequence[int]
     keep: bool = False
+    after: int | None = None
 
 
 @dataclass
@@ -80,6 +82,12 @@ class PromptCount:
         """Count a prompt."""
         self.computed += computed
         self.reused += reused
+
+    def metrics(self) -> dict[str, float]:
+        """As a step's numbers; none of nothing."""
+        if not (self.computed or self.reused):
+            return {}
+        return {"prompt_tokens_computed": self.computed, "prompt_tokens_reused": self.reused}
 
 
 class FinishReason(StrEnum):
@@ -133,6 +141,10 @@ class Engine(Protocol):
 
     def load_weights(self, version: int) -> None:
         """The weights changed: what was computed with older ones (cached prefixes) is forgotten."""
+        ...
+
+    def take_prompts(self) -> PromptCount:
+        """Tokens of the prompts that were begun since the last call."""
         ...
 
     def sleep(self) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from meshloom.rollout.endings import Decision, HearsEnds
 from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
-from meshloom.rollout.protocol import Completion, FinishReason, Request
+from meshloom.rollout.protocol import Completion, FinishReason, PromptCount, Request
 from meshloom.rollout.requests import check_requests
 from meshloom.rollout.stopping import Decode, StopRule
 from meshloom.rollout.vllm_build import OpenVllm, VllmReceiver
@@ -64,6 +64,7 @@ class VllmEngine(HearsEnds):
         super().__init__()
         self.version = 0
         self.generated_tokens = self.prompt_tokens = self.cached_prompt_tokens = 0
+        self._told = PromptCount()
         self._opened, self._llm, self._receiver, self._feed = opened, opened.llm, VllmReceiver(opened), feed
         self._world, self._looks = opened.options.world, count()
         self._device, self._can_sleep = opened.options.device, opened.options.can_sleep
@@ -186,6 +187,13 @@ class VllmEngine(HearsEnds):
             "prompt_tokens": self.prompt_tokens,
             "cached_prompt_tokens": self.cached_prompt_tokens,
         }
+
+    def take_prompts(self) -> PromptCount:
+        """Tokens of the prompts of samples that have ended since the last call."""
+        computed = self.prompt_tokens - self.cached_prompt_tokens
+        taken = PromptCount(computed - self._told.computed, self.cached_prompt_tokens - self._told.reused)
+        self._told = PromptCount(computed, self.cached_prompt_tokens)
+        return taken
 
     @property
     def _runs(self) -> bool:
