@@ -28,7 +28,7 @@ def plan_command(args: argparse.Namespace) -> int:
     from meshloom.config.kinds import kind_of
 
     kind = KINDS[args.kind] if args.kind else kind_of(*split_given(args.settings))
-    given = [*args.settings, *_hardware(args, spread=kind is TrainSettings)]
+    given = [*args.settings, *_hardware(args, kind)]
     settings: TrainSettings | SftSettings | EvalSettings = load_given(kind, given)
     if args.device_memory is not None and settings.device == "auto":
         settings = load_given(kind, [*given, "device=cuda"])
@@ -156,15 +156,19 @@ def _show_plan(
     return BAD_INPUT if plan.problems else DONE
 
 
-def _hardware(args: argparse.Namespace, *, spread: bool = True) -> list[str]:
+def _hardware(args: argparse.Namespace, kind: type = TrainSettings) -> list[str]:
     """The hardware that a plan is for, as overrides; several devices only for runs that can be spread over them."""
     from meshloom.plan.hardware_options import HardwareOptions
 
     given = (args.nodes, args.devices_per_node, args.device_map, args.device_kind, args.constants)
-    if not spread and any(given):
-        what = "only reinforcement learning is planned over several devices, and in time"
+    if kind is EvalSettings and any(given):
+        what = "an evaluation is on one device, and its time is not planned"
         options = "--nodes, --devices-per-node, --device-kind, --device-map and --constants"
         raise UserError(what, fix=f"leave out {options}, or give --kind train")
+    if kind is SftSettings and args.device_map:
+        raise UserError(
+            "a supervised run has one role, on all devices: there is nothing to map", fix="leave out --device-map"
+        )
     return HardwareOptions(
         nodes=args.nodes,
         devices_per_node=args.devices_per_node,

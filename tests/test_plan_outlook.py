@@ -209,7 +209,7 @@ def test_the_kind_is_an_option_and_the_report_and_json_have_the_ledgers(
     assert main([*given, "--device-kind", "h200", "--devices-per-node", "8", "--json"]) == 0
     lines = {(line["section"], line["name"]): line for line in json.loads(capsys.readouterr().out)["lines"]}
     assert lines["time", "step"]["unit"] == "s"
-    assert main(["plan", "--kind", "sft", "model.path=m", "run_dir=r", "--device-kind", "h200"]) == 2
+    assert main(["plan", "--kind", "eval", "model.path=m", "run_dir=r", "--device-kind", "h200"]) == 2
     assert "--device-kind" in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """Supervised runs over several devices: the losses and weights of one, and checkpoints that any number goes on from."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ CUTS = {
     "tensor": (TWO, "parallel.actor.tensor=2"),
     "sequence": (TWO, "parallel.actor.sequence=2"),
     "pipeline": (TWO, "parallel.actor.pipeline=2"),
+    "optimizer on the disk": (TWO, "parallel.actor.tensor=2", "offload.actor.optimizer=disk"),
     "adapters": (TWO, "model.lora={rank: 2}"),
     "adapters on cut layers": (TWO, "model.lora={rank: 2}", "parallel.actor.tensor=2"),
 }
@@ -58,12 +60,17 @@ def assert_like(one: Path, other: Path) -> None:
 
 
 def test_two_devices_learn_what_one_does_and_go_on_where_it_stopped(inputs: Path, tmp_path: Path) -> None:
-    """One device makes two steps, two devices the next two: as one that was never interrupted."""
+    """One device makes two steps, two devices the next two, with the optimizer on the host: as one that was never interrupted
+    and has it where it computes."""
     steady = ("optimizer.schedule=constant", "checkpoint.every_steps=0")
     whole = run(sft_settings(inputs, tmp_path / "whole", *steady, "batch.steps=4"))
     run(sft_settings(inputs, tmp_path / "parts", *steady, "batch.steps=2"))
-    parts = run(sft_settings(inputs, tmp_path / "parts", *steady, "batch.steps=4", TWO), "--resume")
+    away = "offload.actor.optimizer=host"
+    parts = run(sft_settings(inputs, tmp_path / "parts", *steady, "batch.steps=4", TWO, away), "--resume")
     assert_like(whole, parts)
+    lines = [json.loads(line) for line in (parts / "memory.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["rank"]) for line in lines] == [(3, 0), (3, 1), (4, 0), (4, 1)]
+    assert {line["at"]["actor.optimizer"] for line in lines} == {"host"}
     assert "peak_memory_bytes/rank1" in read_metrics(parts)[-1]["metrics"]
 
 

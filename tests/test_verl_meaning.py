@@ -470,6 +470,8 @@ SFT = [
     ("data.max_response_tokens", 2048, ["data.max_length=2048"]),
     ("model.path", "m", ["model.partial_pretrain=m"]),
     ("batch.epochs", 4, []),
+    ("offload.actor.optimizer", "host", ["engine.optimizer_offload=True"]),
+    ("offload.actor.optimizer", "none", ["engine.param_offload=True"]),
 ]
 
 

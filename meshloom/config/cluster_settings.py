@@ -166,6 +166,16 @@ class RoleOffloadSettings(Settings):
     """Where its optimizer's moments and float32 weights go; the reference has none."""
 
 
+class SftOffloadSettings(Settings):
+    """What of a supervised run is kept off the devices: less memory for more time."""
+
+    actor: RoleOffloadSettings = RoleOffloadSettings()
+    """The model that is trained. Its optimizer passes over the device in pieces, in each update; its weights are needed all the
+    time."""
+    folder: Place | None = None
+    """Folder for what goes to ``disk``. Default: ``offload`` in the run's folder."""
+
+
 class OffloadSettings(Settings):
     """What leaves the devices between phases: less memory for more time."""
 

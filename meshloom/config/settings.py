@@ -15,11 +15,11 @@ from meshloom.config.base import Count, CountOrZero, Place, Places, Positive, Se
 from meshloom.config.cluster_settings import (
     ClusterSettings,
     Fabric,
-    MachineSettings,
     OffloadSettings,
     ParallelSettings,
     Placement,
     PlacementSettings,
+    SftOffloadSettings,
     SftParallelSettings,
 )
 from meshloom.config.code_settings import CodeSettings
@@ -285,9 +285,10 @@ class SftSettings(RunSettings):
     logging: LoggingSettings = LoggingSettings()
     fabric: Fabric = Fabric.AUTO
     """How the processes of a run over several devices are started; ``auto`` follows from how this command was."""
-    cluster: MachineSettings = MachineSettings()
+    cluster: ClusterSettings = ClusterSettings()
     """The machines whose devices all train."""
     parallel: SftParallelSettings = SftParallelSettings()
+    offload: SftOffloadSettings = SftOffloadSettings()
 
 
 class EvalSettings(RunSettings):

@@ -76,14 +76,14 @@ def needs_of(settings: RunKind, device_memory: int | None) -> Needs:
         settings: of the run.
         device_memory: bytes of this machine's smallest GPU, for its plan; none if that is not known.
     """
-    given = with_device_kind(settings, device_memory) if isinstance(settings, TrainSettings) else settings
+    given = settings if isinstance(settings, EvalSettings) else with_device_kind(settings, device_memory)
     plan = build_plan(settings, count_prompts(settings), device_memory)
     topology = None if plan.layout is None else plan.layout.topology
     parallel = given.parallel if isinstance(given, TrainSettings) else None
     cuts = () if parallel is None else (parallel.actor, parallel.reference, parallel.critic, parallel.rollout)
     per_node = 1 if topology is None else topology.devices_per_node
     saved = settings.checkpoint if not isinstance(settings, EvalSettings) else None
-    offload_dir = given.offload.folder if isinstance(given, TrainSettings) else None
+    offload_dir = None if isinstance(given, EvalSettings) else given.offload.folder
     disk = _elsewhere(plan, Residency.DISK, per_node)
     return Needs(
         gpu=on_gpu(given.device),
@@ -91,7 +91,7 @@ def needs_of(settings: RunKind, device_memory: int | None) -> Needs:
         devices_per_node=per_node,
         tensor=max((cut.tensor for cut in cuts), default=1),
         device_bytes=settings.device_memory_bytes,
-        device_kind=given.cluster.device if isinstance(given, TrainSettings) else None,
+        device_kind=None if isinstance(given, EvalSettings) else given.cluster.device,
         packages=tuple(_packages(given)),
         weights_bytes=_parameters(plan) * FLOAT32,
         offload_bytes=_elsewhere(plan, Residency.HOST, per_node),

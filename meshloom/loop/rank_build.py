@@ -186,13 +186,9 @@ def role_mesh(layout: Layout, role: Role, device: torch.device) -> TrainMesh | N
 
 
 def actor_on_mesh(
-    settings: TrainSettings | SftSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    mesh: TrainMesh,
-    checkpoint: Path | None,
-    updates: int,
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: TrainMesh, checkpoint: Path | None, updates: int
 ) -> MeshModel:
-    """This rank's part of the model that is trained; due on all of its ranks at once.
+    """This rank's part of the model that is trained, as a checkpoint has it; due on all of its ranks at once.
 
     Args:
         settings: of the run.
@@ -204,6 +200,16 @@ def actor_on_mesh(
     Raises:
         UserError: if the model cannot be loaded or cut.
     """
+    model = new_actor_on_mesh(settings, tokenizer, mesh, checkpoint)
+    if checkpoint is not None:
+        restore_on_mesh(model, checkpoint, updates)
+    return model
+
+
+def new_actor_on_mesh(
+    settings: TrainSettings | SftSettings, tokenizer: PreTrainedTokenizerBase, mesh: TrainMesh, checkpoint: Path | None
+) -> MeshModel:
+    """The same without adapters and optimizer of the checkpoint, which ``restore_on_mesh`` brings."""
     batch = settings.batch
     model = build_model(
         settings.model,
@@ -214,6 +220,4 @@ def actor_on_mesh(
         path=checkpoint / MODEL if checkpoint is not None and settings.model.lora is None else None,
     )
     set_end_tokens(model.module, settings.data, tokenizer)
-    if checkpoint is not None:
-        restore_on_mesh(model, checkpoint, updates)
     return model

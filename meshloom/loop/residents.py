@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshloom.config.environment import offload_folder
 from meshloom.config.errors import UserError
-from meshloom.config.settings import TrainSettings
+from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.observe.format import bytes_text
 from meshloom.observe.memory import memory_now
 from meshloom.plan.residency import Phase, Residency
@@ -29,6 +29,7 @@ from meshloom.train.model import TrainedModel
 
 if TYPE_CHECKING:  # it brings torch.distributed, which a run that moves nothing does without
     from meshloom.train.residency import ResidentModel
+    from meshloom.train.streaming import OptimizerStream
 
 _DEFAULT_FOLDER = "offload"
 _RAW = (Phase.GENERATE, Phase.SYNC)
@@ -42,7 +43,8 @@ class Residents:
         planned: every part that the plan knows of.
         models: of this process, by role. Parts of other roles are not looked at.
         folder: for what goes to disk; it is this run's own, and what an earlier process left in it is removed.
-        log: takes a record at each boundary: ``step``, ``phase``, ``at`` (each part's place), seconds and bytes.
+        log: takes a record at each boundary: ``step``, ``phase``, ``at`` (each part's place), seconds and bytes; may be
+            changed.
         rank: of this process among those that share the folder; all of them are made before one of them enters a phase.
     """
 
@@ -56,22 +58,29 @@ class Residents:
         rank: int = 0,
     ) -> None:
         self._planned = [stay for stay in planned if stay.role in models]
-        self._folder, self._log, self._rank = folder, log, rank
+        self._folder, self.log, self._rank = folder, log, rank
         self._goes_to_disk = any(stay.moves and stay.otherwise is Residency.DISK for stay in self._planned)
-        self._residents: dict[str, ResidentModel] = {}
+        self._residents: dict[str, ResidentModel | OptimizerStream] = {}
         if moving := [stay for stay in self._planned if stay.moves]:
             self._residents = self._take_in(moving, models)
 
-    def _take_in(self, moving: Sequence[Stay], models: Mapping[str, TrainedModel]) -> "dict[str, ResidentModel]":
+    def _take_in(
+        self, moving: Sequence[Stay], models: Mapping[str, TrainedModel]
+    ) -> "dict[str, ResidentModel | OptimizerStream]":
         from meshloom.train.residency import ResidentModel
+        from meshloom.train.streaming import OptimizerStream
 
         if self._goes_to_disk:
             self._clear_folder()
         places: dict[str, dict[Part, Residency]] = {}
         for stay in moving:
             places.setdefault(stay.role, {})[stay.part] = stay.otherwise
+        streamed = {stay.role: stay.otherwise for stay in moving if stay.is_streamed}
+        where = {"folder": self._folder, "rank": self._rank}
         return {
-            role: ResidentModel(role, models[role], of_role, folder=self._folder, rank=self._rank)
+            role: OptimizerStream(role, models[role].optimizer, streamed[role], device=models[role].device, **where)
+            if role in streamed
+            else ResidentModel(role, models[role], of_role, **where)
             for role, of_role in places.items()
         }
 
@@ -122,7 +131,7 @@ class Residents:
         if phase is Phase.GENERATE:  # the cache takes what is free
             for resident in self._residents.values():
                 resident.settle()
-        self._log(
+        self.log(
             {
                 "step": step,
                 "phase": why or str(phase),
@@ -166,7 +175,7 @@ class Residents:
             ) from error
 
 
-def folder_of(settings: TrainSettings) -> Path:
+def folder_of(settings: TrainSettings | SftSettings) -> Path:
     """The folder of a run's offloaded parts: in the settings' folder, else in ``VERL_OFFLOAD_DIR``, else in the run folder.
     Where several runs may share it, a folder of this run's own is in it."""
     run_dir = Path(settings.run_dir).absolute()

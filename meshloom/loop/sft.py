@@ -3,8 +3,9 @@
 Owns: the loop and its loss: mean negative log-probability over all response tokens of an update. A step is one update.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +24,13 @@ from meshloom.loop.build import (
     set_end_tokens,
 )
 from meshloom.loop.control import due
+from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.session import Cut, Session, Snapshot, read_cut, set_random_states
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
+from meshloom.plan.placement import Role
+from meshloom.plan.residency import Phase
+from meshloom.plan.stays import sft_stays
 from meshloom.samples import Samples
 from meshloom.train.ahead import CompileAhead
 from meshloom.train.load import check_model_folder, free_memory, load_tokenizer, pick_device
@@ -56,6 +61,12 @@ def as_samples(examples: list[Supervised]) -> Samples:
     )
 
 
+class Boundaries(Protocol):
+    """``loop.residents.Residents``, here or on workers."""
+
+    def enter(self, phase: Phase, *, step: int) -> None: ...
+
+
 @dataclass
 class SftProgram:
     """A supervised run and where it stands: ``step`` updates done."""
@@ -68,6 +79,8 @@ class SftProgram:
     tokenizer: Any
     total_updates: int
     step: int = 0
+    residents: Boundaries | None = None
+    """Who has the optimizer away between updates; none where it stays."""
 
     def run(self) -> int:
         """Train until the last step or the wish to stop; the exit code."""
@@ -86,6 +99,8 @@ class SftProgram:
             indices = self.order.take(self.settings.batch.samples_per_update)
             batch = as_samples([self.examples[i] for i in indices])
             totals = denominators(batch["mask"], batch.lengths)
+            if self.residents is not None:
+                self.residents.enter(Phase.UPDATE, step=self.step + 1)
             report = self.model.forward_backward(batch, NegativeLogLikelihood(totals), temperature=1.0)
             last = self.model.optim_step(self.total_updates)
         self.step += 1
@@ -139,15 +154,33 @@ def run_sft(settings: SftSettings, *, resume: bool, ahead: CompileAhead | None =
     )
     require_vocabulary(model, (example.ids for example in examples))
     set_end_tokens(model.module, settings.data, tokenizer)
-    if cut is not None and checkpoint is not None:
-        order.load(cut.values["order"])
-        restore(model, checkpoint, updates=cut.values["step"])
-    with open_session(settings, plan, model, resume=resume, cut=cut) as session:
+    with ExitStack() as resources:
+        residents = resources.enter_context(_residents(settings, model)) if is_streaming(settings) else None
+        if cut is not None and checkpoint is not None:  # by now what moves is never whole on the device
+            order.load(cut.values["order"])
+            restore(model, checkpoint, updates=cut.values["step"])
+        session = resources.enter_context(open_session(settings, plan, model, resume=resume, cut=cut))
+        if residents is not None:
+            residents.log = session.folder.log_memory
         if dropped := len(rows) - len(examples):
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
-        program = SftProgram(settings, session, model, examples, order, tokenizer, plan.updates)
-        program.step = 0 if cut is None else cut.values["step"]
+        step = 0 if cut is None else cut.values["step"]
+        program = SftProgram(
+            settings, session, model, examples, order, tokenizer, plan.updates, step=step, residents=residents
+        )
         set_random_states(cut, settings.seed)
         if ahead is not None:
             ahead.wait()
         return program.run()
+
+
+def is_streaming(settings: SftSettings) -> bool:
+    """Whether the optimizer is away but for its turns in an update."""
+    return any(stay.moves for stay in sft_stays(settings))
+
+
+def _residents(settings: SftSettings, model: TrainedModel) -> Residents:
+    """What has the optimizer elsewhere; its records go nowhere before there is a run folder."""
+    planned, models, folder = sft_stays(settings), {Role.ACTOR: model}, folder_of(settings)
+    check_room(folder, planned, models)
+    return Residents(planned, models, folder=folder, log=lambda _: None)

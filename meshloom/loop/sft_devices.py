@@ -20,10 +20,10 @@ from meshloom.loop.build import find_checkpoint, finish_plan, open_run, require_
 from meshloom.loop.facts import least_free_bytes
 from meshloom.loop.many_devices import ASK_S, BUILD_S, DATA_AXES
 from meshloom.loop.model_role import RemoteModel, RoleRanks
-from meshloom.loop.remote import RankMemory, RemoteSnapshot, snapshot_of
+from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteSnapshot, snapshot_of
 from meshloom.loop.run_workers import start_workers, stopping_at_once
 from meshloom.loop.session import read_cut
-from meshloom.loop.sft import SftProgram
+from meshloom.loop.sft import SftProgram, is_streaming
 from meshloom.loop.sft_host import SftHost
 from meshloom.loop.sharing import sharing_of
 from meshloom.observe.loggers import check_loggers
@@ -78,7 +78,10 @@ def run_sft_over_devices(settings: SftSettings, layout: Layout, *, resume: bool)
         if dropped := len(rows) - len(examples):
             session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
         session.measure_memory = RankMemory(workers, [seat.rank for seat in workers.seats], {}).metrics
-        program = _RankProgram(settings, session, model, examples, order, tokenizer, plan.updates, step=updates)
+        residents = RemoteResidents(model.group, session.folder.log_memory) if is_streaming(settings) else None
+        program = _RankProgram(
+            settings, session, model, examples, order, tokenizer, plan.updates, step=updates, residents=residents
+        )
         torch.manual_seed(settings.seed)
         code = program.run()
         workers.ends_with(code)

@@ -9,11 +9,14 @@ import torch
 
 from meshloom.config.settings import SftSettings
 from meshloom.fabric.verbs import verb
-from meshloom.loop.rank_build import actor_on_mesh, role_mesh
+from meshloom.loop.rank_build import new_actor_on_mesh, role_mesh
+from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.worker_host import WorkerHost
 from meshloom.plan.layout import Layout
 from meshloom.plan.placement import Role
+from meshloom.plan.stays import sft_stays
 from meshloom.train.load import load_tokenizer
+from meshloom.train.mesh_snapshot import restore_on_mesh
 
 
 class SftHost(WorkerHost):
@@ -39,6 +42,11 @@ class SftHost(WorkerHost):
         mesh = role_mesh(layout, Role.ACTOR, self.device)
         if mesh is None:
             raise RuntimeError(f"{self.seat} is not on the mesh of a run that trains on all devices")
-        self._models[Role.ACTOR] = actor_on_mesh(
-            settings, load_tokenizer(settings.model.path), mesh, checkpoint, updates
-        )
+        model = new_actor_on_mesh(settings, load_tokenizer(settings.model.path), mesh, checkpoint)
+        self._models[Role.ACTOR] = model
+        planned, folder = sft_stays(settings), folder_of(settings)
+        check_room(folder, planned, {Role.ACTOR: model}, {Role.ACTOR: layout.topology.devices_per_node})
+        models, rank = {str(Role.ACTOR): model}, self.seat.rank
+        self._residents = Residents(planned, models, folder=folder, log=self._note_memory, rank=rank)
+        if checkpoint is not None:  # by now what moves is never whole on the device
+            restore_on_mesh(model, checkpoint, updates)

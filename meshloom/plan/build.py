@@ -55,9 +55,10 @@ from meshloom.plan.parameters import UnknownFamily
 from meshloom.plan.placement import Role, devices_of_machine
 from meshloom.plan.recompute import choose_recompute
 from meshloom.plan.reference_checks import check_reference, reference_line
-from meshloom.plan.sft_devices import lay_out_sft, sft_memory
+from meshloom.plan.sft_devices import lay_out_sft
+from meshloom.plan.sft_outlook import check_sft_offload, counts_each_device, look_at_sft
 from meshloom.plan.spread import ledger_over_devices
-from meshloom.plan.stays import stay_lines, stays
+from meshloom.plan.stays import sft_stays, stay_lines, stays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,8 @@ def build_plan(
         device_memory = settings.device_memory_bytes or device_memory
         settings, layout, together, over_devices, found = _lay_out(settings, folder, num_prompts)
     elif isinstance(settings, SftSettings):
+        settings = with_device_kind(settings, device_memory)
+        device_memory = settings.device_memory_bytes or device_memory
         layout, over_devices, found = _lay_out_sft(settings, folder, num_prompts)
     else:
         found = check_settings(settings, num_prompts)
@@ -182,7 +185,7 @@ def build_plan(
         warnings=tuple(found.warnings),
         steps=steps,
         recompute=recompute,
-        layout=layout,
+        layout=None if layout is not None and kind == "sft" and layout.topology.num_devices == 1 else layout,
         together=together,
         outlook=outlook,
     )
@@ -205,13 +208,15 @@ def _lay_out(
 
 def _lay_out_sft(
     settings: SftSettings, folder: ModelFolder | None, num_rows: int | None
-) -> tuple[Layout | None, tuple[LedgerLine, ...], Findings]:
-    """The layout of a supervised run over several devices, the batch over them, and what is wrong so far."""
+) -> tuple[Layout, tuple[LedgerLine, ...], Findings]:
+    """The layout of a supervised run, the batch over several devices, and what is wrong so far."""
     laid_out = lay_out_sft(settings, None if folder is None else Divisible.of(folder.text_config), devices_of_machine())
     found = check_settings(settings, num_rows)
     found.problems += laid_out.problems
+    check_sft_offload(found, settings)
+    check_device_kind(found, settings)
     several = laid_out.layout.topology.num_devices > 1
-    return laid_out.layout if several else None, laid_out.lines if several else (), found
+    return laid_out.layout, laid_out.lines if several else (), found
 
 
 def _memory_and_time(
@@ -226,10 +231,9 @@ def _memory_and_time(
     and where parts of models leave theirs, the ledgers are those of each; where these cannot be made, those of one device that
     holds everything stand for them."""
     recompute, by_phase = settings.model.gradient_checkpointing is True, False
-    if isinstance(settings, SftSettings) and layout is not None:
-        chosen, lines = sft_memory(found, settings, layout, folder, device_memory)
-        return lines, chosen, None
     moved: list[LedgerLine] = []
+    if isinstance(settings, SftSettings) and layout is not None:
+        moved, by_phase = list(stay_lines(sft_stays(settings))), counts_each_device(settings, layout)
     if isinstance(settings, TrainSettings) and layout is not None:
         if layout.topology.num_devices > 1 and is_incomplete(settings, layout):
             return [nothing_counted()], recompute, None
@@ -263,6 +267,8 @@ def _look_ahead(
     device_memory: int | None,
 ) -> Outlook | None:
     """The outlook of a run that was laid out without fault; none for other runs, or where its model cannot be counted."""
+    if isinstance(settings, SftSettings) and layout is not None:
+        return look_at_sft(found, settings, layout, folder, device_memory)
     if not isinstance(settings, TrainSettings) or layout is None or is_incomplete(settings, layout):
         return None
     try:

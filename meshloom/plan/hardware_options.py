@@ -57,7 +57,7 @@ class HardwareOptions:
 
 def notes_on_hardware(settings: TrainSettings | SftSettings | EvalSettings) -> tuple[str, ...]:
     """What is to be known of a plan whose hardware is not here."""
-    kind = settings.cluster.device if isinstance(settings, TrainSettings) else None
+    kind = None if isinstance(settings, EvalSettings) else settings.cluster.device
     asks = settings.device.startswith("cuda") or (kind is not None and settings.device == "auto")
     if not asks or on_gpu("auto"):
         return ()

@@ -13,10 +13,11 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import TypeVar
 
 from meshloom.config.errors import UserError
 from meshloom.config.problems import Problem
-from meshloom.config.settings import TrainSettings
+from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.plan.amounts import format_bytes
 from meshloom.plan.checks import Findings
 from meshloom.plan.constants_file import GivenConstants, read_constants
@@ -37,6 +38,8 @@ from meshloom.plan.recompute import Recompute
 from meshloom.plan.residency import Phase
 from meshloom.plan.stays import stays
 from meshloom.plan.waiting import waiting_lines
+
+S = TypeVar("S", TrainSettings, SftSettings)
 
 _KIND = "cluster.device"
 _NAMED = 4
@@ -72,7 +75,7 @@ class Outlook:
     forecast: Forecast | None = None
 
 
-def with_device_kind(settings: TrainSettings, device_memory: int | None) -> TrainSettings:
+def with_device_kind(settings: S, device_memory: int | None) -> S:
     """The settings with what the kind of the devices says: that they are GPUs, and how much memory they have.
 
     Args:
@@ -91,7 +94,7 @@ def with_device_kind(settings: TrainSettings, device_memory: int | None) -> Trai
     return settings
 
 
-def check_device_kind(found: Findings, settings: TrainSettings) -> None:
+def check_device_kind(found: Findings, settings: TrainSettings | SftSettings) -> None:
     """Refuse a kind of device that is not known, and constants that cannot be read; warn of what nothing uses."""
     _check_constants(found, settings)
     name = settings.cluster.device
@@ -107,7 +110,7 @@ def check_device_kind(found: Findings, settings: TrainSettings) -> None:
         found.warn("T005", _KIND, f"{_KIND} is not used, as device is {settings.device}", fix="set device=cuda")
 
 
-def _check_constants(found: Findings, settings: TrainSettings) -> None:
+def _check_constants(found: Findings, settings: TrainSettings | SftSettings) -> None:
     path, file, kind = "cluster.constants", settings.cluster.constants, settings.cluster.device
     if file is None:
         return
@@ -126,7 +129,7 @@ def _check_constants(found: Findings, settings: TrainSettings) -> None:
         found.warn("T007", path, what, why=why, fix="meshloom calibrate a run on the same kind of device")
 
 
-def _constants(settings: TrainSettings) -> GivenConstants:
+def given_constants(settings: TrainSettings | SftSettings) -> GivenConstants:
     """The constants that the settings give; those measured on one H200 where there are none, or none that can be read."""
     try:
         return (
@@ -156,7 +159,7 @@ def look_ahead(
         UnknownFamily: if the model's parameters cannot be counted by its config.json.
     """
     by_phase = any(stay.moves for stay in stays(settings, layout)) or layout.role(Role.REWARD) is not None
-    unknown = _device(settings) is None and layout.topology.num_devices == 1 and not by_phase
+    unknown = device_of(settings) is None and layout.topology.num_devices == 1 and not by_phase
     if unknown and not is_counted(folder.config):
         return None
     case = case_of(settings, folder, device_memory)
@@ -175,7 +178,7 @@ def look_ahead(
     )
 
 
-def _device(settings: TrainSettings) -> Device | None:
+def device_of(settings: TrainSettings | SftSettings) -> Device | None:
     """What the devices are; none if that is not given, or they are no GPUs."""
     name = settings.cluster.device
     return find_device(name) if name is not None and on_gpu(settings.device) else None
@@ -198,9 +201,9 @@ def case_of(settings: TrainSettings, folder: ModelFolder, device_memory: int | N
         divisible=Divisible.of(folder.text_config),
         adapters=None if settings.model.lora is None else trainable_parameters(settings, folder),
         memory=device_memory if on_gpu(settings.device) else None,
-        device=_device(settings),
+        device=device_of(settings),
         machine=devices_of_machine(),
-        constants=_constants(settings).constants,
+        constants=given_constants(settings).constants,
         critic=critic_numbers(settings),
     )
 
@@ -295,22 +298,33 @@ def _bytes(section: str, name: str, value: int, formula: str, source: str = DERI
     return LedgerLine(section=section, name=name, value=value, formula=formula, source=source, unit="bytes")
 
 
-def _time_lines(look: Look, *, fits: bool) -> Iterator[LedgerLine]:
-    several = look.layout.topology.num_devices > 1
+def time_basis(settings: TrainSettings | SftSettings, *, fits: bool, several: bool) -> LedgerLine:
+    """What seconds are estimated from, or why they are not.
+
+    Args:
+        settings: of the run.
+        fits: whether its devices hold it.
+        several: whether there are several.
+    """
     if not fits:
         formula = "nothing is estimated for a run that its devices do not hold"
-        yield LedgerLine(section="time", name="basis", value=None, formula=formula, source=DERIVED)
-        return
-    if look.forecast is None or look.cluster is None:
+        return LedgerLine(section="time", name="basis", value=None, formula=formula, source=DERIVED)
+    if device_of(settings) is None:
         formula = f"needs the kind of the devices: {_KIND} or --device-kind, such as h200"
-        yield LedgerLine(section="time", name="basis", value=None, formula=formula, source=DERIVED)
-        return
-    given, file = _constants(look.settings), look.settings.cluster.constants
+        return LedgerLine(section="time", name="basis", value=None, formula=formula, source=DERIVED)
+    file = settings.cluster.constants
     whose = "measured on one H200" if file is None else f"of {file}"
     formula = f"an estimate from constants {whose}, as if every sample were the longest"
     if several:
         formula += "; what goes over several devices rests on assumptions that are not measured"
-    yield LedgerLine(section="time", name="basis", value="estimate", formula=formula, source=DERIVED)
+    return LedgerLine(section="time", name="basis", value="estimate", formula=formula, source=DERIVED)
+
+
+def _time_lines(look: Look, *, fits: bool) -> Iterator[LedgerLine]:
+    yield time_basis(look.settings, fits=fits, several=look.layout.topology.num_devices > 1)
+    if not fits or look.forecast is None or look.cluster is None:
+        return
+    given = given_constants(look.settings)
     yield from look.forecast.lines(look.cluster, given.constants, given.origins)
     yield from waiting_lines(look.settings, look.layout, look.forecast, look.forecast_of)
     if look.layout.role(Role.REWARD) is not None:

@@ -65,6 +65,7 @@ class ModelRole:
         apart: whether the engines that it sends its weights to are on other devices.
         parameters_at: where weights are while they are not needed.
         optimizer_at: where masters and moments are between updates.
+        streams: whether they are there during updates too, and come to the device in pieces.
         kept_tokens: of a step, which its ranks keep from its first pass over them to the last; 0 where nothing is kept.
         kept_width: bytes of one of them, all columns.
         kept_at: where they are kept.
@@ -88,6 +89,7 @@ class ModelRole:
     apart: bool = False
     parameters_at: Residency = Residency.DEVICE
     optimizer_at: Residency = Residency.DEVICE
+    streams: bool = False
     kept_tokens: int = 0
     kept_width: int = 0
     kept_at: Residency = Residency.HOST
@@ -168,6 +170,7 @@ class Holding:
         formula: how they follow.
         fleeting: whether they live only while their role computes.
         at: where they are in the other phases.
+        streamed: whether they pass over the device in pieces in each update, which are a holding of their own.
     """
 
     role: str
@@ -177,6 +180,7 @@ class Holding:
     formula: str
     fleeting: bool = False
     at: Residency = Residency.DEVICE
+    streamed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,14 @@
 """Supervised fine-tuning over devices: its one model on all of them.
 
-Owns: the layout, the batch over devices, the memory of each. Refuses to know: how
-anything is executed. Always holds: the rules are those of a model that is trained in reinforcement learning; a change that is
+Owns: the layout, the batch over devices. Refuses to know: bytes and seconds (``plan.sft_outlook``), how anything is
+executed. Always holds: the rules are those of a model that is trained in reinforcement learning; a change that is
 suggested was made and checked: it ends its fault.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from meshloom.config.cluster_settings import ClusterSettings, ParallelSettings
+from meshloom.config.cluster_settings import OffloadSettings, ParallelSettings
 from meshloom.config.problems import Problem
 from meshloom.config.settings import (
     AlgorithmSettings,
@@ -18,23 +18,15 @@ from meshloom.config.settings import (
     SftSettings,
     TrainSettings,
 )
-from meshloom.plan.checks import Findings
 from meshloom.plan.device_checks import cut_faults, problem_of, role_layout
 from meshloom.plan.faults import Change, Fault, overrides, with_values
 from meshloom.plan.layout import Layout, RoleLayout
-from meshloom.plan.ledger import DERIVED, LedgerLine
-from meshloom.plan.memory import on_gpu, trainable_parameters
+from meshloom.plan.ledger import LedgerLine
 from meshloom.plan.meshes import Divisible
-from meshloom.plan.model_folder import ModelFolder
-from meshloom.plan.parameters import UnknownFamily, count_parameters
 from meshloom.plan.placement import Role, devices_of_machine, topology_of
-from meshloom.plan.recompute import Recompute
 from meshloom.plan.residency import Phase
-from meshloom.plan.role_numbers import model_role
-from meshloom.plan.sharded_memory import DeviceLedger, device_ledger
 from meshloom.plan.spread import degrees_of, model_lines
 
-_GIB = 2**30
 _SUGGESTIONS, _TRIED = 3, 24
 _UPDATE_PATH = "batch.samples_per_update"
 
@@ -75,10 +67,9 @@ def as_trained(settings: SftSettings) -> TrainSettings:
             samples_per_microbatch=batch.samples_per_microbatch,
             steps=batch.steps,
         ),
-        cluster=ClusterSettings(
-            **{name: getattr(settings.cluster, name) for name in type(settings.cluster).model_fields}
-        ),
+        cluster=settings.cluster,
         parallel=ParallelSettings(actor=settings.parallel.actor),
+        offload=OffloadSettings(actor=settings.offload.actor, folder=settings.offload.folder),
     )
     view._provenance = settings.provenance
     return view
@@ -153,85 +144,3 @@ def _lines(view: TrainSettings, found: RoleLayout) -> Iterator[LedgerLine]:
             origin = view.provenance.of("cluster.devices_per_node")
             line = replace(line, formula="cluster.nodes × cluster.devices_per_node", source=origin)
         yield line
-
-
-def sft_memory(
-    found: Findings, settings: SftSettings, layout: Layout, folder: ModelFolder, memory: int | None
-) -> tuple[bool, list[LedgerLine]]:
-    """Whether layers are recomputed, and what each device holds; refused where that is more than it has.
-
-    Args:
-        found: takes the refusal.
-        settings: of the run.
-        layout: of its model.
-        folder: the model.
-        memory: bytes of a GPU; none if that is not known.
-    """
-    given, role = settings.model.gradient_checkpointing, layout.role(Role.ACTOR)
-    memory = memory if on_gpu(settings.device) else None
-    try:
-        ledgers = {} if role is None else {on: _ledger(settings, role, folder, on, memory) for on in (False, True)}
-    except UnknownFamily as error:
-        found.warn("M002", "model.path", f"the plan has no ledger of memory over its devices: {error}")
-        ledgers = {}
-    plain = ledgers.get(False)
-    lacks = plain is not None and memory is not None and plain.needed(Phase.UPDATE) > memory
-    on = lacks if given == "auto" else given
-    formula = "each layer, in the backward pass, as given"
-    if given == "auto":
-        known = plain is not None and memory is not None
-        formula = "auto: follows from the devices' memory (device_memory_bytes)"
-        if known:
-            fits = "does not fit" if lacks else "fits"
-            formula = f"auto: without it, an update {fits} in the {memory / _GIB:,.1f} GiB of a device"
-    chosen = Recompute(on=on, is_open=given == "auto" and (plain is None or memory is None), formula=formula)
-    lines = [chosen.line(settings.provenance.of("model.gradient_checkpointing"))]
-    if (ledger := ledgers.get(on)) is None:
-        return on, lines
-    _refuse_lack(found, settings, ledger)
-    section = f"memory of each of {', '.join(layout.topology.entries(role.devices)[:4])} ({Role.ACTOR})"
-    lines += [replace(line, section=section) for line in ledger.lines() if _concerns(line)]
-    formula = "in update"
-    peak = ledger.held(Phase.UPDATE)
-    lines.append(LedgerLine(section=section, name="peak", value=peak, formula=formula, source=DERIVED, unit="bytes"))
-    return on, lines
-
-
-def _concerns(line: LedgerLine) -> bool:
-    """Lines of phases that a supervised run does not have are left out."""
-    _, _, phase = line.name.rpartition(" in ")
-    return phase == Phase.UPDATE if line.name.startswith(("held in", "margin in")) else True
-
-
-def _ledger(
-    settings: SftSettings, found: RoleLayout, folder: ModelFolder, recompute: bool, memory: int | None
-) -> DeviceLedger:
-    adapters = None if settings.model.lora is None else trainable_parameters(settings, folder)
-    role = model_role(
-        as_trained(settings),
-        found,
-        count_parameters(folder.config),
-        recompute=recompute,
-        adapters=adapters,
-        over_ranks=True,
-    )
-    return device_ledger([replace(role, computes=(Phase.UPDATE,), lends=())], memory_bytes=memory)
-
-
-def _refuse_lack(found: Findings, settings: SftSettings, ledger: DeviceLedger) -> None:
-    has, held = ledger.memory_bytes, ledger.held(Phase.UPDATE)
-    if has is None or ledger.needed(Phase.UPDATE) <= has:
-        return
-    largest = sorted((each for each in ledger.holdings if Phase.UPDATE in each.phases), key=lambda each: -each.bytes)
-    what = f"an update holds {held / _GIB:,.1f} GiB on a device of {has / _GIB:,.1f} GiB"
-    why = ", ".join(f"{each.name} {each.bytes / _GIB:,.1f} GiB" for each in largest[:4] if each.bytes)
-    ways = ["a smaller batch.tokens_per_microbatch", "more cluster.devices_per_node", "parallel.actor.tensor=2"]
-    if settings.model.gradient_checkpointing is False:
-        ways.insert(0, "model.gradient_checkpointing=true")
-    if settings.model.lora is None:
-        ways.append("model.lora.rank=16")
-    fix = ", or ".join(ways)
-    if held > has:
-        found.refuse("M007", "device_memory_bytes", what, why=why, fix=fix)
-    else:
-        found.warn("M008", "device_memory_bytes", what, why=f"{why}; libraries come on top", fix=fix)

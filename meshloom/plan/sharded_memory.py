@@ -28,6 +28,8 @@ COMMUNICATOR_BYTES = 256 * 2**20
 """Buffers of a process group, an estimate."""
 BUCKET_BYTES = 1 << 27
 """That a device sends, or receives, at once of weights on their way (``weights.reshard``)."""
+OPTIMIZER_PIECES = 16
+"""In which an optimizer passes over the device that is kept elsewhere; a large tensor's state is one by itself."""
 _SLOTS = 2
 """Buckets of each direction that are in flight."""
 MOVEMENT_BYTES = 2 * _SLOTS * BUCKET_BYTES
@@ -92,6 +94,7 @@ class DeviceLedger:
             when = "every phase" if holding.phases == EVERY else ", ".join(holding.phases)
             where = "" if holding.at is Residency.DEVICE else f"; else on the {holding.at}"
             where = f"; in {when}{where}" if holding.phases else f"; on the {holding.at}"
+            where += ", but for its turns" if holding.streamed else ""
             name, formula = f"{holding.role}: {holding.name}", f"{holding.formula}{where}"
             yield replace(_line(name, holding.bytes, formula), phases=tuple(map(str, holding.phases)))
         for phase in self.phases:
@@ -189,9 +192,10 @@ def moves(holdings: Iterable[Holding]) -> tuple[Move, ...]:
     """What offload moves in a step: in before each stretch of phases that need it, and out again after one that changes it."""
     found = []
     for holding in holdings:
-        if holding.at is Residency.DEVICE or not holding.phases:
+        if holding.at is Residency.DEVICE or not (holding.phases or holding.streamed):
             continue
-        ways = sum(1 + (Phase.UPDATE in stretch) for stretch in _stretches(holding.phases))
+        stretches = [[Phase.UPDATE]] if holding.streamed else _stretches(holding.phases)
+        ways = sum(1 + (Phase.UPDATE in stretch) for stretch in stretches)
         found.append(Move(role=holding.role, name=holding.name, bytes=holding.bytes, ways=ways, at=holding.at))
     return tuple(found)
 
@@ -230,14 +234,41 @@ def _weights(role: ModelRole, part: Part) -> Iterator[Holding]:
         formula = f"{of}{by} × {width}"
         yield _held(role, "adapter weights", trained * width, formula, *role.needs_weights, at=role.parameters_at)
     kept = EVERY if role.optimizer_at is Residency.DEVICE else (Phase.UPDATE,)
+    place = {"at": role.optimizer_at, "streamed": role.streams}
+    kept = () if role.streams else kept
     if not role.on_mesh:
         masters = 0 if role.width == FLOAT32 else trained * FLOAT32
         formula = f"{of}{by} × {FLOAT32}" if masters else "the weights are float32 themselves"
-        yield _held(role, "float32 masters", masters, formula, *kept, at=role.optimizer_at)
+        yield _held(role, "float32 masters", masters, formula, *kept, **place)
     formula = f"{of}{by} × 2 × {FLOAT32}"
-    yield _held(role, "optimizer moments", 2 * trained * FLOAT32, formula, *kept, at=role.optimizer_at)
+    yield _held(role, "optimizer moments", 2 * trained * FLOAT32, formula, *kept, **place)
     formula = f"{of}{by} × {FLOAT32}, float32"
-    yield _held(role, "gradients", trained * FLOAT32, formula, Phase.UPDATE, fleeting=True)
+    yield _held(role, "gradients", trained * FLOAT32, formula, Phase.UPDATE, fleeting=not role.streams)
+    if role.streams:
+        yield _streamed(role, part, trained)
+
+
+def _streamed(role: ModelRole, part: Part, trained: int) -> Holding:
+    """Pieces of the optimizer in its turn, when a microbatch's activations are gone."""
+    each = FLOAT32 * (2 if role.on_mesh or role.width == FLOAT32 else 3)
+    shards = role.cut.tensor * role.cut.shards
+    layer = ceil_div(part.largest_layer, role.cut.shards)
+    table = ceil_div(max(role.model.embedding, role.model.head), shards)
+    if role.trained is not None:
+        layer = table = ceil_div(trained, part.layers)
+    usual = max(ceil_div(trained, OPTIMIZER_PIECES), layer)
+    count = min(trained, max(usual, table) + usual) * each
+    formula = (
+        f"at most: two pieces, of 1/{OPTIMIZER_PIECES} of it or of the largest layer and table; not beside activations"
+    )
+    return Holding(
+        role=f"{role.name}'s step",
+        name="optimizer in turn",
+        bytes=count,
+        phases=(Phase.UPDATE,),
+        formula=formula,
+        fleeting=True,
+    )
 
 
 def _gathered(role: ModelRole, part: Part) -> Iterator[Holding]:
@@ -344,8 +375,18 @@ def _held(
     *phases: Phase,
     fleeting: bool = False,
     at: Residency = Residency.DEVICE,
+    streamed: bool = False,
 ) -> Holding:
-    return Holding(role=role.name, name=name, bytes=count, phases=phases, formula=formula, fleeting=fleeting, at=at)
+    return Holding(
+        role=role.name,
+        name=name,
+        bytes=count,
+        phases=phases,
+        formula=formula,
+        fleeting=fleeting,
+        at=at,
+        streamed=streamed,
+    )
 
 
 def _by(**degrees: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from meshloom.config.cluster_settings import RoleOffloadSettings
-from meshloom.config.settings import TrainSettings
+from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.placement import PHASES, Role
@@ -34,7 +34,7 @@ class Stay:
     Args:
         role: whose.
         part: of its model.
-        phases: in which it is on the device.
+        phases: in which it is on the device; none for an optimizer that passes over it in pieces.
         otherwise: where it is in the others; the device for what is never moved.
     """
 
@@ -52,6 +52,11 @@ class Stay:
         """Whether it is ever moved away."""
         return self.otherwise is not Residency.DEVICE and self.phases != EVERY
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it is on the device in pieces only."""
+        return self.moves and not self.phases
+
 
 def stays(settings: TrainSettings, layout: Layout) -> tuple[Stay, ...]:
     """Every part of every model of a run: two for what is trained, one for what is only asked.
@@ -68,6 +73,14 @@ def stays(settings: TrainSettings, layout: Layout) -> tuple[Stay, ...]:
     }
     found = (_stays(role, offload, settings, layout) for role, offload in given.items() if layout.role(role))
     return tuple(stay for of_role in found for stay in of_role)
+
+
+def sft_stays(settings: SftSettings) -> tuple[Stay, ...]:
+    """The same of a supervised run, which updates all the time: its optimizer is only ever on the device in pieces."""
+    place = PLACES[settings.offload.actor.optimizer]
+    phases = EVERY if place is Residency.DEVICE else ()
+    parameters = _stay(Role.ACTOR, Part.PARAMETERS, EVERY, Residency.DEVICE)
+    return parameters, Stay(role=str(Role.ACTOR), part=Part.OPTIMIZER, phases=phases, otherwise=place)
 
 
 def _stays(role: Role, offload: RoleOffloadSettings, settings: TrainSettings, layout: Layout) -> Iterator[Stay]:
@@ -94,6 +107,7 @@ def stay_lines(found: tuple[Stay, ...]) -> Iterator[LedgerLine]:
     """What is moved away, for the plan; nothing where nothing is."""
     for stay in found:
         if stay.moves:
-            formula = f"on the device in {', '.join(stay.phases)}; else on the {stay.otherwise}"
+            when = "in pieces, in each update" if stay.is_streamed else f"in {', '.join(stay.phases)}"
+            formula = f"on the device {when}; else on the {stay.otherwise}"
             name = f"{stay.role}: {stay.part}"
             yield LedgerLine(section="residency", name=name, value=str(stay.otherwise), formula=formula, source=DERIVED)

@@ -5,8 +5,8 @@ holds: the files are those that one device writes, so a run goes on from them on
 written once; no rank holds more than its own parts, and their copies in host memory.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -51,7 +51,7 @@ def held(model: MeshModel) -> dict[str, dict[str, Held]]:
     trained = model.settings.lora is not None
     files = {weights_file(model): dict(_weights(model, only_adapters=trained))}
     if model.optimizer is not None:
-        files[optimizer_name(model)] = dict(_optimizer(model))
+        files[optimizer_name(model)] = dict(_optimizer(model, model.optimizer.masters))
     return files
 
 
@@ -80,10 +80,11 @@ def _weights(model: MeshModel, *, only_adapters: bool) -> Iterator[tuple[str, He
             yield name, Held(Spec(tuple(buffer.shape), buffer.dtype), whole, buffer, model.mesh.rank == 0)
 
 
-def _optimizer(model: MeshModel) -> Iterator[tuple[str, Held]]:
-    """Moments, step counts, and float32 weights where the model computes in a narrower dtype."""
+def _optimizer(model: MeshModel, names: Iterable[str]) -> Iterator[tuple[str, Held]]:
+    """Moments, step counts, and float32 weights where the model computes in a narrower dtype, of these parameters."""
     optimizer = model.optimizer
-    for name, parameter in optimizer.parameters.items():
+    for name in names:
+        parameter = optimizer.parameters[name]
         part, writes = _place(model, parameter)
         whole = tuple(parameter.shape)
         master = optimizer.masters[name]
@@ -127,12 +128,15 @@ class MeshSnapshot:
     @classmethod
     def take(cls, *models: MeshModel) -> "MeshSnapshot":
         """Copy what this rank writes of models; it does not change when training goes on."""
-        files = {
-            file: {name: one for name, one in tensors.items() if one.writes}
-            for model in models
-            for file, tensors in held(model).items()
-        }
-        return cls({file: {n: _copied(one) for n, one in tensors.items()} for file, tensors in files.items()})
+        files: dict[str, dict[str, Held]] = {}
+        for model in models:
+            trained = model.settings.lora is not None
+            files[weights_file(model)] = _copies(_weights(model, only_adapters=trained))
+            if model.optimizer is not None:
+                of_optimizer = files.setdefault(optimizer_name(model), {})
+                for names in model.optimizer.visit(changes=False):
+                    of_optimizer |= _copies(_optimizer(model, names))
+        return cls(files)
 
     def write(self, folder: Path) -> None:
         """Write this rank's parts into files that are there (``shared_files.create``)."""
@@ -143,9 +147,13 @@ class MeshSnapshot:
                 opened.sync()
 
 
-def _copied(one: Held) -> Held:
-    values = one.values.detach().to("cpu", one.spec.dtype, copy=True)
-    return Held(one.spec, one.part, values, one.writes)
+def _copies(tensors: Iterable[tuple[str, Held]]) -> dict[str, Held]:
+    """What this rank writes of them, in host memory."""
+    return {
+        name: replace(one, values=one.values.detach().to("cpu", one.spec.dtype, copy=True))
+        for name, one in tensors
+        if one.writes
+    }
 
 
 def write_config(model: MeshModel, folder: Path) -> None:

@@ -6,9 +6,10 @@ the number of the update alone; a gradient that is not finite stops the run befo
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,14 @@ def learning_rate(settings: OptimizerSettings, update: int, total_updates: int) 
     return settings.lr * (low + (1.0 - low) * shapes[settings.schedule])
 
 
+class StateTurns(Protocol):
+    """Brings masters and moments to the device in turns."""
+
+    def visit(self, *, changes: bool) -> Iterator[Collection[str]]:
+        """As ``Optimizer.visit``."""
+        ...
+
+
 class Optimizer:
     """AdamW over the parameters of a module that require gradients.
 
@@ -64,6 +73,8 @@ class Optimizer:
     def __init__(self, module: nn.Module, settings: OptimizerSettings) -> None:
         self.settings = settings
         self.updates = 0
+        self.turns: StateTurns | None = None
+        """What has the state elsewhere but for its turn; none where all of it stays on the device."""
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters = {name: self._master(p) for name, p in self.parameters.items()}
         self.copied = {name for name, p in self.parameters.items() if self._is_copy(p, self.masters[name])}
@@ -110,11 +121,37 @@ class Optimizer:
         rate = learning_rate(self.settings, self.updates, total_updates)
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        self.adamw.step()
+        for names in self.visit(changes=True):
+            self._update(names)
         self._forget_gradients()
-        self.publish()
         self.updates += 1
         return StepStats(norm, rate)
+
+    def visit(self, *, changes: bool) -> Iterator[Collection[str]]:
+        """Names of parameters whose masters and moments are on the device until the next are asked for: each once, all at once
+        where nothing has them elsewhere.
+
+        Args:
+            changes: whether they get other values meanwhile.
+        """
+        if self.turns is None:
+            yield self.masters.keys()
+        else:
+            yield from self.turns.visit(changes=changes)
+
+    def _update(self, names: Collection[str]) -> None:
+        """AdamW on these parameters, and their rounding. It works on each value by itself, so turns change no result."""
+        here = {id(self.masters[name]) for name in names}
+        groups = self.adamw.param_groups
+        everything = [group["params"] for group in groups]
+        for group, of_group in zip(groups, everything, strict=True):
+            group["params"] = [master for master in of_group if id(master) in here]
+        try:
+            self.adamw.step()
+        finally:
+            for group, of_group in zip(groups, everything, strict=True):
+                group["params"] = of_group
+        self.publish(names)
 
     @torch.no_grad()
     def to(self, device: torch.device) -> None:
@@ -126,9 +163,9 @@ class Optimizer:
             state.update({kind: value.to(device) for kind, value in state.items()})
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters into the model's own parameters."""
-        narrow = self._in_order()
+    def publish(self, names: Collection[str]) -> None:
+        """Round the masters of parameters into the model's own."""
+        narrow = [name for name in names if name in self.copied]
         if narrow:
             torch._foreach_copy_([self.parameters[n] for n in narrow], [self.masters[n] for n in narrow])
 
@@ -153,10 +190,15 @@ class Optimizer:
     def _not_finite(self) -> list[str]:
         return [n for n, m in self.masters.items() if m.grad is not None and not torch.isfinite(m.grad).all()]
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Moments, step counts and masters, by ``kind/parameter``; the tensors themselves, not copies."""
+    def state_tensors(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Moments, step counts and masters, by ``kind/parameter``; the tensors themselves, not copies.
+
+        Args:
+            names: of the parameters; all by default.
+        """
         state: dict[str, Tensor] = {}
-        for name, master in self.masters.items():
+        for name in self.masters if names is None else names:
+            master = self.masters[name]
             for kind, value in self.adamw.state.get(master, {}).items():
                 state[f"{kind}/{name}"] = value
             if name in self.copied:
@@ -164,24 +206,29 @@ class Optimizer:
         return state
 
     @torch.no_grad()
-    def load_state_tensors(self, tensors: dict[str, Tensor], updates: int) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor], updates: int) -> None:
         """Take the state that ``state_tensors`` gave, for the same parameters.
 
         Raises:
             KeyError: if a tensor belongs to no parameter.
         """
         self.updates = updates
-        state: dict[Tensor, dict[str, Tensor]] = {}
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in self.masters}
         for key, value in tensors.items():
             kind, name = key.split("/", 1)
-            master = self.masters[name]
-            if kind == "master":
-                master.copy_(value)
-            else:
-                # The step count stays a float32 scalar where fused AdamW keeps it: with the parameter.
-                state.setdefault(master, {})[kind] = value.to(master.device, copy=True)
-        self.adamw.state.update(state)
-        self.publish()
+            found[name][kind] = value
+        for names in self.visit(changes=True):
+            for name in names:
+                self._take_state(self.masters[name], found[name])
+            self.publish(names)
+
+    def _take_state(self, master: Tensor, given: Mapping[str, Tensor]) -> None:
+        if "master" in given:
+            master.copy_(given["master"])
+        # The step count stays a float32 scalar where fused AdamW keeps it: with the parameter.
+        moments = {kind: v.to(master.device, copy=True) for kind, v in given.items() if kind != "master"}
+        if moments:
+            self.adamw.state[master] = moments
 
 
 def _without_decay(module: nn.Module) -> set[str]:

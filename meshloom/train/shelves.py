@@ -137,12 +137,13 @@ class HostShelf:
 
     Args:
         device: whose storages come here.
+        slab_bytes: memory that is taken at once; a power of two.
     """
 
     at = Residency.HOST
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._gpu = device, device.type == "cuda"
+    def __init__(self, device: torch.device, slab_bytes: int = _SLAB_BYTES) -> None:
+        self._device, self._gpu, self._slab_bytes = device, device.type == "cuda", slab_bytes
         self._slabs: list[Tensor] = []
         self._sizes: list[list[int]] = []
         self._stream = torch.cuda.Stream(device) if self._gpu else None
@@ -155,7 +156,7 @@ class HostShelf:
     @torch.no_grad()
     def put(self, groups: Groups) -> None:
         self._sizes = sizes_of(groups)
-        plan = list(stretches(self._sizes, _SLAB_BYTES))
+        plan = list(stretches(self._sizes, self._slab_bytes))
         self._reserve(max((part.place + part.stop - part.start for part in plan), default=0))
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -173,7 +174,7 @@ class HostShelf:
         fill(groups, self._sizes)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        plan, events = list(stretches(self._sizes, _SLAB_BYTES)), []
+        plan, events = list(stretches(self._sizes, self._slab_bytes)), []
         with self._on_stream():
             for number in range(len(groups)):
                 for part in (part for part in plan if part.group == number):
@@ -195,16 +196,16 @@ class HostShelf:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def _here(self, part: Stretch) -> Tensor:
-        begin = part.place % _SLAB_BYTES
-        return self._slabs[part.place // _SLAB_BYTES][begin : begin + part.stop - part.start]
+        begin = part.place % self._slab_bytes
+        return self._slabs[part.place // self._slab_bytes][begin : begin + part.stop - part.start]
 
     def _reserve(self, total: int) -> None:
         """Have slabs for so many bytes. Only the processor's last one is smaller, and grows; nothing is kept in it then."""
         while total > sum(slab.nbytes for slab in self._slabs):
-            if self._slabs and self._slabs[-1].nbytes < _SLAB_BYTES:
+            if self._slabs and self._slabs[-1].nbytes < self._slab_bytes:
                 self._slabs.pop()
             missing = total - sum(slab.nbytes for slab in self._slabs)
-            size = _SLAB_BYTES if self._gpu else min(missing, _SLAB_BYTES)
+            size = self._slab_bytes if self._gpu else min(missing, self._slab_bytes)
             self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._gpu))
 
 
@@ -214,17 +215,18 @@ class DiskShelf:
     Args:
         device: whose storages come here.
         file: that is written; its folder is made.
+        after: a shelf that has no copies under way while this one has, and whose thread and staging memory this one uses.
     """
 
     at = Residency.DISK
 
-    def __init__(self, device: torch.device, file: Path) -> None:
+    def __init__(self, device: torch.device, file: Path, after: "DiskShelf | None" = None) -> None:
         self._device, self._file, self._gpu = device, file, device.type == "cuda"
         self._sizes: list[list[int]] = []
         self._handle: int | None = None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload") if after is None else after._worker
         self._stream = torch.cuda.Stream(device) if self._gpu else None
-        self._staging: list[Tensor] = []
+        self._staging: list[Tensor] = [] if after is None else after._staging
 
     @torch.no_grad()
     def put(self, groups: Groups) -> None:

@@ -80,9 +80,12 @@ class ModelSnapshot:
     def take(cls, model: TrainedModel, tokenizer: PreTrainedTokenizerBase) -> "ModelSnapshot":
         """Copy what decides the future of a model."""
         weights = _saved_weights(model)
-        optimizer = {} if model.optimizer is None else model.optimizer.state_tensors()
+        optimizer: dict[str, Tensor] = {}
+        if model.optimizer is not None:
+            for names in model.optimizer.visit(changes=False):
+                optimizer |= _host(model.optimizer.state_tensors(names))
         updates = 0 if model.optimizer is None else model.optimizer.updates
-        return cls(model, tokenizer, _host(weights), _host(optimizer), updates)
+        return cls(model, tokenizer, _host(weights), optimizer, updates)
 
     @property
     def num_bytes(self) -> int:

@@ -12,7 +12,7 @@ from meshloom.config.verl.trainer_rules import known_steps, trainer_rules
 _CUTS = ("fsdp_size", "tensor", "pipeline", "sequence")
 
 
-def sft_rules(sheet: Sheet, num_rows: int | None) -> None:
+def sft_rules(sheet: Sheet, num_rows: int | None, where: str) -> None:
     """Every key of ``verl.trainer.sft_trainer`` that decides something.
 
     Args:
@@ -27,7 +27,7 @@ def sft_rules(sheet: Sheet, num_rows: int | None) -> None:
     steps = known_steps(sheet, num_rows)
     engine = sheet.text("engine.strategy") or sheet.text("engine") or "fsdp"
     optimizer_rules(sheet, "optim", engine, updates_per_step=1, steps=steps)
-    _devices(sheet)
+    _devices(sheet, where)
     sheet.set("seed", sheet.whole("trainer.seed"), "trainer.seed")
     trainer_rules(sheet)
     for path in [path for path in sheet.settings if path.startswith("validation.")]:
@@ -115,7 +115,7 @@ def _batch(sheet: Sheet) -> None:
 _ALL_DEVICES = "the weights are sharded over all devices; it changes no number of the result"
 
 
-def _devices(sheet: Sheet) -> None:
+def _devices(sheet: Sheet, where: str) -> None:
     """Nodes and devices, and how the model is cut over them: the engine's own block, without the engine's name."""
     sheet.set("cluster.nodes", sheet.whole("trainer.nnodes"), "trainer.nnodes")
     sheet.set("cluster.devices_per_node", sheet.whole("trainer.n_gpus_per_node"), "trainer.n_gpus_per_node")
@@ -123,9 +123,16 @@ def _devices(sheet: Sheet) -> None:
     if engine not in ENGINES:
         key = "engine.strategy" if sheet.has("engine.strategy") else "engine"
         sheet.refuse(key, f"the engine {engine!r} is not known; set it to fsdp")
-    for key in ("engine.offload_policy", "engine.cpu_offload", "engine.param_offload", "engine.optimizer_offload"):
+    everything = ("engine.offload_policy", "engine.cpu_offload")
+    for key in (*everything, "engine.param_offload"):
         if sheet.flag(key):
-            sheet.warn(key, "fine-tuning keeps everything on its device; adapters or smaller microbatches need less")
+            sheet.warn(key, "fine-tuning keeps its weights on the device; adapters or smaller microbatches need less")
+    away = [key for key in (*everything, "engine.optimizer_offload") if sheet.flag(key)]
+    sheet.set(
+        "offload.actor.optimizer",
+        ("disk" if where else "host") if away else "none",
+        *(away or ["engine.optimizer_offload"]),
+    )
     _cuts(sheet, ENGINES.get(engine, ENGINES["fsdp"]))
     sizes = {
         getattr(names, cut).rpartition(".")[2] for names in ENGINES.values() for cut in _CUTS if getattr(names, cut)

@@ -93,7 +93,7 @@ def translate(
     variables = {**(environment or {}), **command.environment}
     where = _offload_place(sheet, variables)
     if kind == "sft":
-        sft_rules(sheet, num_prompts)
+        sft_rules(sheet, num_prompts, where)
     else:
         _rl_rules(sheet, where, num_prompts, vllm_is_there)
     apply_tables(sheet)

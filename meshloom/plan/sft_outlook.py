@@ -1,0 +1,240 @@
+"""What a supervised run holds and takes on its devices: the ledgers of memory and time.
+
+Owns: which phases are counted, refusals where a device holds more than it has, offload that a supervised run cannot have.
+Refuses to know: formulas of bytes and seconds. Always holds: the ledgers are those of an actor that is trained in reinforcement
+learning, in its updates.
+
+Codes: F003 a folder that nothing goes to, F004 weights that are to be away though every phase computes with them, M007 a
+device that holds more than it has, M008 one that is likely too small.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshloom.config.cluster_settings import OffloadPlace
+from meshloom.config.settings import SftSettings
+from meshloom.plan.checks import Findings
+from meshloom.plan.constants import Cluster, Constants
+from meshloom.plan.forecast import Forecast, Group, Lengths
+from meshloom.plan.layout import Layout, RoleLayout
+from meshloom.plan.ledger import DERIVED, LedgerLine
+from meshloom.plan.memory import on_gpu, trainable_parameters
+from meshloom.plan.model_folder import ModelFolder
+from meshloom.plan.outlook import Outlook, device_of, given_constants, time_basis
+from meshloom.plan.parameters import DecoderNumbers, UnknownFamily, count_parameters
+from meshloom.plan.placement import Role
+from meshloom.plan.recompute import Recompute, choose_recompute
+from meshloom.plan.residency import ModelRole, Phase, Residency
+from meshloom.plan.role_numbers import model_role
+from meshloom.plan.sft_devices import as_trained
+from meshloom.plan.sharded_memory import DeviceLedger, device_ledger, moves
+from meshloom.plan.stays import sft_stays
+from meshloom.plan.time import offload_time, step_seconds, update_time
+
+_GIB = 2**30
+TOKENS_A_SECOND = "tokens a second"
+
+
+def check_sft_offload(found: Findings, settings: SftSettings) -> None:
+    """Refuse weights that leave; warn of a folder that nothing goes to."""
+    offload, path = settings.offload, "offload.actor.parameters"
+    if offload.actor.parameters is not OffloadPlace.NONE:
+        what = f"{path}={offload.actor.parameters} leaves a supervised run without weights"
+        why = "each of its phases computes with them: passes, and the update that writes them"
+        fix = f"{path}=none; less is held with offload.actor.optimizer=host, or over more cluster.devices_per_node"
+        found.refuse("F004", path, what, why=why, fix=fix)
+    if offload.folder is not None and OffloadPlace.DISK not in (offload.actor.parameters, offload.actor.optimizer):
+        found.warn("F003", "offload.folder", "offload.folder is not used, as nothing goes to disk")
+
+
+def counts_each_device(settings: SftSettings, layout: Layout) -> bool:
+    """Whether the ledgers are those of each device: over several, and where the optimizer is elsewhere."""
+    return layout.topology.num_devices > 1 or any(stay.moves for stay in sft_stays(settings))
+
+
+def look_at_sft(
+    found: Findings, settings: SftSettings, layout: Layout, folder: ModelFolder, device_memory: int | None
+) -> Outlook | None:
+    """Memory and time of a supervised run; a device that holds more than it has is refused. None where its model cannot be
+    counted by its config.json, and where nothing is to be said that the ledger of one device does not say.
+
+    Args:
+        found: takes refusals and warnings.
+        settings: of the run, with what the kind of its devices says.
+        layout: of its model.
+        folder: the model.
+        device_memory: bytes of a GPU; none if that is not known.
+
+    Raises:
+        UnknownShape: if ``auto`` recompute needs an estimate that config.json is not enough for.
+    """
+    role, each = layout.role(Role.ACTOR), counts_each_device(settings, layout)
+    if role is None or not (each or device_of(settings) is not None):
+        return None
+    memory = device_memory if on_gpu(settings.device) else None
+    try:
+        model = count_parameters(folder.config)
+    except UnknownFamily as error:
+        found.warn("M002", "model.path", f"the plan has no ledgers of memory and time over its devices: {error}")
+        return None
+    adapters = None if settings.model.lora is None else trainable_parameters(settings, folder)
+    roles = {on: sft_role(settings, role, model, recompute=on, adapters=adapters) for on in (False, True)}
+    ledgers = {on: device_ledger([of], memory_bytes=memory) for on, of in roles.items()}
+    chosen = _recompute(settings, ledgers[False]) if each else choose_recompute(settings, folder, device_memory)
+    ledger = ledgers[chosen.on]
+    held = _refuse_lack(found, settings, ledger) if each else True
+    ahead, time = _time(settings, layout, roles[chosen.on], fits=held)
+    return Outlook(
+        recompute=chosen,
+        memory=(*_numbers(settings, roles[chosen.on]), *_memory_lines(layout, role, ledger)),
+        time=tuple(time),
+        tight=not held,
+        groups=(Group(devices=role.devices, roles=(Role.ACTOR,), ledger=ledger),) if each else (),
+        forecast=ahead,
+    )
+
+
+def _time(
+    settings: SftSettings, layout: Layout, role: ModelRole, *, fits: bool
+) -> tuple[Forecast | None, list[LedgerLine]]:
+    """The forecast of a step, where the kind of the devices is known and they hold the run, and the time ledger."""
+    kind, topology = device_of(settings), layout.topology
+    lines = [time_basis(settings, fits=fits, several=topology.num_devices > 1)]
+    if kind is None or not fits:
+        return None, lines
+    given, lengths = given_constants(settings), Lengths.most(as_trained(settings))
+    cluster = Cluster(device=kind, devices_per_node=topology.devices_per_node)
+    ahead = sft_forecast(settings, layout, role, lengths, cluster, given.constants)
+    lines += ahead.lines(cluster, given.constants, given.origins)
+    step = next(at for at, line in enumerate(lines, 1) if (line.section, line.name) == ("time", "step"))
+    lines.insert(step, _speed(settings, ahead))
+    return ahead, lines
+
+
+def sft_role(
+    settings: SftSettings, found: RoleLayout, model: DecoderNumbers, *, recompute: bool, adapters: int | None
+) -> ModelRole:
+    """The model of a supervised run in numbers.
+
+    Args:
+        settings: of the run.
+        found: the model on its devices.
+        model: in numbers.
+        recompute: whether layers are recomputed in the backward pass.
+        adapters: parameters of adapters; none where all are trained.
+    """
+    over_ranks = len(found.devices) > 1
+    role = model_role(as_trained(settings), found, model, recompute=recompute, adapters=adapters, over_ranks=over_ranks)
+    streams = settings.offload.actor.optimizer is not OffloadPlace.NONE
+    return replace(
+        role, computes=(Phase.UPDATE,), lends=(), parameters_at=Residency.DEVICE, streams=streams, kept_tokens=0
+    )
+
+
+def sft_forecast(
+    settings: SftSettings, layout: Layout, role: ModelRole, lengths: Lengths, cluster: Cluster, constants: Constants
+) -> Forecast:
+    """What an update of a supervised run holds and takes.
+
+    Args:
+        settings: of the run.
+        layout: of its model.
+        role: the model in numbers.
+        lengths: of samples.
+        cluster: what the devices are.
+        constants: of the cost model.
+    """
+    ledger = device_ledger([role])
+    update = update_time(role, lengths.work(settings.batch.samples_per_update, 1), cluster, constants)
+    offload = tuple(offload_time(moves(ledger.holdings), cluster, constants))
+    moved = sum(part.seconds for part in offload)
+    devices = layout.role(Role.ACTOR).devices
+    return Forecast(
+        groups=(Group(devices=devices, roles=(Role.ACTOR,), ledger=ledger),),
+        phases=(update,),
+        offload=offload,
+        lengths=lengths,
+        step_s=step_seconds((), (update,), constants, offload=moved),
+    )
+
+
+def _speed(settings: SftSettings, ahead: Forecast) -> LedgerLine:
+    tokens = settings.batch.samples_per_update * (ahead.lengths.prompt + ahead.lengths.response)
+    formula = f"{tokens:,.0f} tokens of an update, prompts included, ÷ seconds of a step"
+    value = round(tokens / ahead.step_s)
+    return LedgerLine(section="time", name=TOKENS_A_SECOND, value=value, formula=formula, source=DERIVED, unit="tokens")
+
+
+def _recompute(settings: SftSettings, plain: DeviceLedger) -> Recompute:
+    """By the ledger of a device that recomputes nothing."""
+    given, memory = settings.model.gradient_checkpointing, plain.memory_bytes
+    if given != "auto":
+        return Recompute(on=given, is_open=False, formula="each layer, in the backward pass, as given")
+    if memory is None:
+        formula = "auto: follows from the devices' memory (device_memory_bytes, cluster.device)"
+        return Recompute(on=False, is_open=True, formula=formula)
+    lacks = plain.needed(Phase.UPDATE) > memory
+    words = "does not fit" if lacks else "fits"
+    formula = f"auto: without it, an update {words} in the {memory / _GIB:,.1f} GiB of a device"
+    return Recompute(on=lacks, is_open=False, formula=formula)
+
+
+def _numbers(settings: SftSettings, role: ModelRole) -> Iterator[LedgerLine]:
+    """What the formulas of a device begin with."""
+    found = [
+        ("parameters", role.model.total, "counted by config.json", "model.path", ""),
+        (
+            "tokens at once",
+            role.tokens,
+            "min(batch.tokens_per_microbatch, longest samples of an update); of each sequence's devices together",
+            settings.provenance.of("batch.tokens_per_microbatch"),
+            "tokens",
+        ),
+    ]
+    if role.trained is not None:
+        formula = "Σ rank × (inputs + outputs) over the layers with adapters"
+        found.append(("trained parameters", role.trained, formula, "model.path", ""))
+    for name, value, formula, source, unit in found:
+        yield LedgerLine(section="memory", name=name, value=value, formula=formula, source=source, unit=unit)
+
+
+def _memory_lines(layout: Layout, role: RoleLayout, ledger: DeviceLedger) -> Iterator[LedgerLine]:
+    section = f"memory of each of {', '.join(layout.topology.entries(role.devices)[:4])} ({Role.ACTOR})"
+    for line in ledger.lines():
+        if _concerns(line):
+            yield replace(line, section=section)
+    rest = [("peak", ledger.held(Phase.UPDATE), "in update")]
+    for place in (Residency.HOST, Residency.DISK):
+        if count := ledger.elsewhere(place):
+            rest.append((f"kept on the {place}", count, "for this device, but for its turns in an update"))
+    for name, value, formula in rest:
+        yield LedgerLine(section=section, name=name, value=value, formula=formula, source=DERIVED, unit="bytes")
+
+
+def _concerns(line: LedgerLine) -> bool:
+    """Lines of phases that a supervised run does not have are left out."""
+    _, _, phase = line.name.rpartition(" in ")
+    return phase == Phase.UPDATE if line.name.startswith(("held in", "margin in")) else True
+
+
+def _refuse_lack(found: Findings, settings: SftSettings, ledger: DeviceLedger) -> bool:
+    """Whether a device has what an update holds; refused, or warned of, where it has not what that needs."""
+    has, held = ledger.memory_bytes, ledger.held(Phase.UPDATE)
+    if has is None or ledger.needed(Phase.UPDATE) <= has:
+        return True
+    largest = sorted((each for each in ledger.holdings if Phase.UPDATE in each.phases), key=lambda each: -each.bytes)
+    what = f"an update holds {held / _GIB:,.1f} GiB on a device of {has / _GIB:,.1f} GiB"
+    why = ", ".join(f"{each.name} {each.bytes / _GIB:,.1f} GiB" for each in largest[:4] if each.bytes)
+    ways = ["a smaller batch.tokens_per_microbatch", "more cluster.devices_per_node", "parallel.actor.tensor=2"]
+    if settings.offload.actor.optimizer is OffloadPlace.NONE:
+        ways.insert(1, "offload.actor.optimizer=host")
+    if settings.model.gradient_checkpointing is False:
+        ways.insert(0, "model.gradient_checkpointing=true")
+    if settings.model.lora is None:
+        ways.append("model.lora.rank=16")
+    fix = ", or ".join(ways)
+    if held > has:
+        found.refuse("M007", "device_memory_bytes", what, why=why, fix=fix)
+        return False
+    found.warn("M008", "device_memory_bytes", what, why=f"{why}; libraries come on top", fix=fix)
+    return True
