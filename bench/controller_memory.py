@@ -4,7 +4,7 @@
     python bench/controller_memory.py --samples 512 --tokens 8192 --measured 16
 
 An engine that gives random tokens stands for replicas; the collector, the samples, the shares of ranks and what is written to
-them are those of a run. Where a replica has several ranks (``--ranks``), each of them is sent its part, and all of it counts.
+them are those of a run. Where a replica has several ranks (``--ranks``), what each of them is sent counts.
 "All that it needs" are columns as the batch has them, with entropies beside log-probs.
 """
 

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshloom.loop.handing import handed_on
+from meshloom.loop.parcels import KeptSamples, Parcel
 from meshloom.plan.residency import Residency
 from meshloom.plan.stays import Part
 from meshloom.train.load import load_model
@@ -20,6 +22,11 @@ from meshloom.weights.reshard import Resharder
 from meshloom.weights.whole_tensors import WholeTaker
 from tests.mesh_checks import CPU, UPDATES, Axes, Outcome, local_part, make_batch, mesh_of, model_on, weighted
 from tests.movement_checks import fault_of
+
+
+def take_handed(parcels: list[Parcel]) -> dict[str, torch.Tensor]:
+    """The token columns that this rank has of its parcel."""
+    return dict(KeptSamples().take(handed_on(parcels[dist.get_rank()])).tokens)
 
 
 def train_with_moves(

@@ -1,7 +1,7 @@
 """A step's samples stay on the ranks that have them: what ranks compute with is what they would have been sent whole."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -74,11 +74,15 @@ class Cluster:
         answer = Samples(samples.lengths, {"answer": column_T})
         for rank, index, arguments in zip(self.layout.ranks, self.layout.data_index, each, strict=True):
             parcel = decode(*encode(arguments["samples"]))
+            self.sent += parcel.nbytes
+            if parcel.comes_from is not None:
+                source = each[self.layout.ranks.index(parcel.comes_from)]["samples"]
+                assert rank in source.hand_to and source.comes_from is None and not parcel.pieces
+                parcel = replace(parcel, pieces=source.pieces)
             found, whole = self.hosts[rank].take(parcel), samples.select(parts[index])
             assert found.tokens.keys() == samples.tokens.keys() or not parts[index]
             for name, column in found.tokens.items():
                 assert torch.equal(column, whole[name]) and (column.dtype == whole[name].dtype or not parts[index])
-            self.sent += parcel.nbytes
             if computes:
                 self.hosts[rank].keep(parcel, computes, answer.select(parts[index])["answer"])
         if computes:
@@ -103,7 +107,7 @@ def test_ranks_compute_with_what_they_would_have_been_sent_whole(per_update: int
     batch = cluster.held.begin(batch_of(8, invalid=(2, 3, 17)), cut_by(per_update))
     first = cluster.call(asked(batch), "old_logprob")
     batch = batch.with_tokens(old_logprob=cluster.answer)
-    assert cluster.call(asked(batch), "reference_logprob") < first / 10
+    assert cluster.call(asked(batch), "reference_logprob") < first / 4
     batch = batch.with_tokens(reference_logprob=cluster.answer)
     batch = batch.with_tokens(
         advantages=batch["mask"] * torch.linspace(-1, 1, len(batch)).double().repeat_interleave(batch.lengths)
@@ -124,8 +128,8 @@ def test_samples_of_even_updates_stay_where_they_were_asked_about() -> None:
     batch = batch.with_tokens(old_logprob=cluster.answer)
     batch = batch.with_tokens(advantages=batch["mask"].double())
     sent = sum(cluster.call(update) for update in cut_by(16)(batch))
-    ranks_of_a_replica, few = 2, 64
-    assert sent <= ranks_of_a_replica * (4 * batch.num_tokens + few * len(batch))
+    few = 128
+    assert sent <= 4 * batch.num_tokens + few * len(batch)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -148,7 +152,7 @@ def test_a_sample_that_moves_is_sent_once_more() -> None:
     batch = cluster.held.begin(batch_of(2, 2), cut_by(2))
     cluster.call(asked(batch), parts=[[0, 1], [2, 3]])
     moved = cluster.call(asked(batch), parts=[[0, 1, 2], [3]])
-    assert 0 < moved <= 2 * (4 * int(batch.lengths[2]) + 300)
+    assert 0 < moved <= 4 * int(batch.lengths[2]) + 300
 
 
 def test_ranks_that_are_only_asked_keep_nothing() -> None:

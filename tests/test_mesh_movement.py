@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshloom.fabric.dispatch import GroupLayout
+from meshloom.loop.held import HeldSamples
 from meshloom.plan.residency import Residency
 from tests import mesh_movement_checks
-from tests.mesh_checks import Axes, assert_same, folder_of, in_one_process
+from tests.mesh_checks import Axes, assert_same, folder_of, in_one_process, make_batch
 from tests.ranks import Ranks
 
 Meshes = list[tuple[Axes, list[int]]]
@@ -64,3 +66,17 @@ def test_loaders_that_want_whole_tensors_get_one_bucket_after_the_other(four_ran
     folder = folder_of(folders, "qwen2", attention_bias=False)
     for meshes, engines in ((STAGES, [0, 1, 2, 3]), (PAIRS, [2, 3])):
         four_ranks.run(mesh_movement_checks.hand_over_whole, meshes, folder, engines, 9_000)
+
+
+def test_ranks_of_a_replica_hand_on_what_one_of_them_is_sent(four_ranks: Ranks) -> None:
+    """The controller sends it once; an empty part is sent to nobody."""
+    batch = make_batch(0)
+    layout = GroupLayout((0, 1, 2, 3), (0, 1, 0, 0))
+    for parts in ([batch, batch.select([])], [batch.select([0]), batch.select([2, 1])]):
+        parcels = HeldSamples(()).parcels(parts, layout)
+        assert [bool(parcel.pieces) for parcel in parcels] == [True, len(parts[1]) > 0, False, False]
+        for found, index in zip(
+            four_ranks.run(mesh_movement_checks.take_handed, parcels), layout.data_index, strict=True
+        ):
+            for name, column_T in parts[index].tokens.items():
+                assert torch.equal(found[name], column_T)

@@ -10,7 +10,7 @@ Legend: S samples of a part, B samples of the batch, T tokens of the samples of 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class Shares:
 
 
 def what_is_new(name: str) -> Dispatch:
-    """The named argument is ``Shares``: each rank is given its replica's part, and of it what it does not have."""
+    """The named argument is ``Shares``: each rank is given its replica's part, and of it what it does not have. The verb has it
+    brought together by ``loop.handing``."""
 
     def dispatch(arguments: Arguments, layout: GroupLayout) -> Sequence[Arguments]:
         shares: Shares = arguments[name]
@@ -115,21 +116,22 @@ class HeldSamples:
         return self.knows(samples) and torch.equal(samples[PLACE], torch.arange(len(self._batch)))
 
     def parcels(self, parts: Sequence[Samples], layout: GroupLayout) -> list[Parcel]:
-        """What each rank is sent, of its replica's part; from now on it has that."""
+        """What each rank is sent, of its replica's part; from now on it has that. Of ranks that lack the same, as those of a
+        replica mostly do, one is sent it, which hands it on to the others."""
         same = [self._as_in_batch(part) if self.knows(part) else {} for part in parts]
+        alike: dict[tuple[Any, ...], list[int]] = {}
         made: dict[tuple[Any, ...], Parcel] = {}
-        found = []
         with self._lock:
             for rank, index in zip(layout.ranks, layout.data_index, strict=True):
                 part = parts[index]
                 keeps = rank in self._ranks and self.knows(part)
                 sent = self._sent(rank, part, same[index]) if keeps else _everything(part)
-                # Ranks of a replica mostly lack the same.
                 key = (index, keeps, *((bytes(which.numpy()), *names) for which, names, _ in sent))
+                alike.setdefault(key, []).append(rank)
                 if key not in made:
                     made[key] = self._parcel(part, sent, keeps=keeps)
-                found.append(made[key])
-        return found
+        of_rank = {rank: each for key, ranks in alike.items() for rank, each in _handed(made[key], ranks)}
+        return [of_rank[rank] for rank in layout.ranks]
 
     def computed(
         self, name: str, column_T: Tensor, samples: Samples, parts: Sequence[Sequence[int]], ranks: Mapping[int, int]
@@ -194,6 +196,16 @@ class HeldSamples:
             pieces.append(Piece(which_S.nonzero().squeeze(1), columns, kept))
         places_S = part[PLACE] if keeps else torch.zeros(0, dtype=torch.int64)
         return Parcel(part.lengths, tuple(part.tokens), tuple(pieces), places_S, self._number if keeps else None)
+
+
+def _handed(parcel: Parcel, ranks: Sequence[int]) -> Iterator[tuple[int, Parcel]]:
+    """A parcel for the first of some ranks, and for the others what says that they get it from there."""
+    first, *others = ranks
+    if not parcel.pieces:
+        yield from ((rank, parcel) for rank in ranks)
+        return
+    yield first, replace(parcel, hand_to=tuple(others))
+    yield from ((rank, replace(parcel, pieces=(), comes_from=first)) for rank in others)
 
 
 def _everything(part: Samples) -> list[tuple[Tensor, list[str], bool]]:

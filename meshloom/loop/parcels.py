@@ -47,6 +47,8 @@ class Parcel:
         pieces: what the rank does not have.
         places_S: of the samples in their batch, int64; empty where nothing is kept.
         batch: number of the batch, higher than those before; none where nothing is kept.
+        hand_to: ranks that lack the same pieces, and get them from this one.
+        comes_from: rank that the pieces come from; none where they came with the parcel.
     """
 
     lengths_S: Tensor
@@ -54,6 +56,8 @@ class Parcel:
     pieces: tuple[Piece, ...]
     places_S: Tensor
     batch: int | None = None
+    hand_to: tuple[int, ...] = ()
+    comes_from: int | None = None
 
     @property
     def nbytes(self) -> int:

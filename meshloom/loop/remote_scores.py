@@ -14,6 +14,7 @@ import torch
 
 from meshloom.fabric.workers import Workers
 from meshloom.loop.reward_models import Models
+from meshloom.samples.compact import Compact
 
 _SCORE_S = 3600.0
 """Seconds that a call may take; dead and silent workers are noticed long before."""
@@ -91,5 +92,5 @@ class RanksAsked:
 
 
 def _arguments(name: str, inputs: Sequence[Sequence[int]]) -> dict[str, Any]:
-    flat = torch.tensor([token for ids in inputs for token in ids], dtype=torch.int64)
+    flat = Compact.of(torch.tensor([token for ids in inputs for token in ids], dtype=torch.int64))
     return {"name": name, "ids": flat, "lengths": torch.tensor([len(ids) for ids in inputs], dtype=torch.int64)}

@@ -22,6 +22,7 @@ from meshloom.fabric.dispatch import GroupLayout, from_first
 from meshloom.fabric.seats import Seat
 from meshloom.fabric.verbs import note, teller, verb
 from meshloom.loop.facts import DeviceFacts, ModelFacts
+from meshloom.loop.handing import handed_on
 from meshloom.loop.held import what_is_new
 from meshloom.loop.interrupts import Interrupts
 from meshloom.loop.movers import ReferenceMover, WeightMover
@@ -38,6 +39,7 @@ from meshloom.rewards.model import RewardModels
 from meshloom.rollout.feed import ReplicaFeed
 from meshloom.rollout.protocol import ReplicaEngine, Request
 from meshloom.rollout.travel import Completions
+from meshloom.samples.compact import Compact
 from meshloom.train.head import plain_model
 from meshloom.train.load import describe_device, free_memory
 from meshloom.train.mesh_model import MeshModel
@@ -153,7 +155,7 @@ class WorkerHost:
         model = self._models[role]
         names = {Role.REFERENCE: "reference", Role.CRITIC: "values"}
         self._phases.enter(names.get(role, "log_prob" if adapters else "reference"))
-        column_T = model.forward(self._kept.take(samples), temperature=temperature, adapters=adapters)[0]
+        column_T = model.forward(self._kept.take(handed_on(samples)), temperature=temperature, adapters=adapters)[0]
         if model.mesh.knows:
             self._kept.keep(samples, kept_as, column_T)
         return {model.head.columns[0]: column_T} if model.mesh.answers else None
@@ -164,7 +166,7 @@ class WorkerHost:
         model = self._models[role]
         self._phases.enter("critic" if role is Role.CRITIC else "update")
         self._seed_dropout(model)
-        report = model.forward_backward(self._kept.take(samples), loss, temperature=temperature)
+        report = model.forward_backward(self._kept.take(handed_on(samples)), loss, temperature=temperature)
         return report if model.mesh.answers else None
 
     @verb()
@@ -239,12 +241,12 @@ class WorkerHost:
         self._interrupts.bring(number, requests)
 
     @verb()
-    def score(self, name: str, ids: torch.Tensor, lengths: torch.Tensor) -> list[float]:
+    def score(self, name: str, ids: Compact, lengths: torch.Tensor) -> list[float]:
         """What a component's model gives for inputs that lie end to end."""
         if self._scorers is None:
             raise RuntimeError(f"{self.seat} has no reward model")
         self._phases.enter("score")
-        inputs = [part.tolist() for part in ids.split(lengths.tolist())]
+        inputs = [part.tolist() for part in ids.opened().split(lengths.tolist())]
         return self._scorers.scores(name, inputs)
 
     @verb()
