@@ -58,10 +58,10 @@ def in_one_process(folder: str) -> Outcome:
     return found
 
 
-def train_on(meshes: list[tuple[Axes, list[int]]], folder: str) -> Outcome:
+def train_on(meshes: list[tuple[Axes, list[int]]], folder: str, **cut: int) -> Outcome:
     """On a mesh, of several side by side; weights from the first rank of each stage alone."""
     mesh = mesh_of(meshes)
-    model = build_model(settings_of(folder), mesh, BOUND, OPTIMIZER, scalar_head=True)
+    model = build_model(settings_of(folder), mesh, BOUND, OPTIMIZER, scalar_head=True, **cut)
     whole = [returned(step) for step in range(UPDATES)]
     found = updates(model, [local_part(batch, mesh) for batch in whole], [objective(batch) for batch in whole])
     weights = {name: tensor.full_tensor() for name, tensor in model.weights()}

@@ -46,7 +46,9 @@ MEASURED = {"peak_memory_bytes", "reserved_memory_bytes", "tokens_per_second", "
 """Metrics that are times or memory, and differ between two runs that are the same."""
 
 
-def write_model(folder: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLATE, lacking: int = 0) -> Path:
+def write_model(
+    folder: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLATE, lacking: int = 0, layers: int = 2
+) -> Path:
     """An ordinary model folder; ``lacking``: tokens of the tokenizer that the model does not have."""
     letters = dict.fromkeys([*SPECIAL, *LETTERS])
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=" "))
@@ -59,7 +61,7 @@ def write_model(folder: Path, *, seed: int = 0, template: str | None = CHAT_TEMP
         vocab_size=len(letters) - lacking,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
@@ -102,10 +104,10 @@ def write_rows(path: Path, count: int, first: int = 0) -> Path:
     return path
 
 
-def write_inputs(folder: Path) -> Path:
+def write_inputs(folder: Path, *, layers: int = 2) -> Path:
     """Model, rows and reward of a run."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_model(folder / "model")
+    write_model(folder / "model", layers=layers)
     write_rows(folder / "train.jsonl", 14)
     write_rows(folder / "held_out.jsonl", 5, first=20)
     (folder / "reward.py").write_text(REWARD)

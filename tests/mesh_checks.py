@@ -103,15 +103,18 @@ def mesh_of(meshes: list[tuple[Axes, list[int]]]) -> TrainMesh:
     return next(mesh for mesh in made if mesh is not None)
 
 
-def model_on(mesh: TrainMesh, folder: str, **changes: bool) -> MeshModel:
-    return build_model(settings_of(folder, **changes), mesh, BOUND, OPTIMIZER, seed=1)
+def model_on(
+    mesh: TrainMesh, folder: str, *, stages_per_device: int = 1, bound: MicrobatchBound = BOUND, **changes: bool
+) -> MeshModel:
+    settings = settings_of(folder, **changes)
+    return build_model(settings, mesh, bound, OPTIMIZER, seed=1, stages_per_device=stages_per_device)
 
 
 def train_on(
     meshes: list[tuple[Axes, list[int]]],
     folder: str,
     all_on_first: bool = False,
-    changes: dict[str, bool] | None = None,
+    changes: dict[str, Any] | None = None,
 ) -> Outcome:
     """Three updates on a mesh, of several side by side; weights from the first rank of each
     stage alone."""

@@ -63,11 +63,16 @@ def held_bytes(model: MeshModel) -> int:
 
 
 def feed_engines(
-    meshes: list[tuple[Axes, list[int]]], folder: str, engines: list[int], dtype: torch.dtype, lora: bool = False
+    meshes: list[tuple[Axes, list[int]]],
+    folder: str,
+    engines: list[int],
+    dtype: torch.dtype,
+    lora: bool = False,
+    stages_per_device: int = 1,
 ) -> list[str]:
     """Bring a trained model's weights to whole copies; names of tensors that are not what they should be."""
-    mesh = mesh_of(meshes)
-    model = model_on(mesh, folder, lora=lora) if dist.get_rank() in meshes[0][1] else None
+    mesh, cut = mesh_of(meshes), {"lora": lora, "stages_per_device": stages_per_device}
+    model = model_on(mesh, folder, **cut) if dist.get_rank() in meshes[0][1] else None
     copy = EngineCopy(load_model(folder, dtype, CPU)) if dist.get_rank() in engines else None
     resharder = Resharder(
         None if model is None else MeshGiver(model),

@@ -64,6 +64,20 @@ def test_every_layout_does_what_one_device_does(inputs: Path, alone: Path, tmp_p
 
 
 @pytest.mark.slow
+def test_interleaved_stages_of_every_role_do_what_one_device_does(tmp_path: Path) -> None:
+    """An actor with a table at both ends of the pipeline, a reference, a critic; the run goes on without stages."""
+    inputs = write_inputs(tmp_path / "inputs", layers=4)
+    steps = ("algorithm.kl=loss", "optimizer.schedule=constant")
+    assert run_training(train_settings(inputs, tmp_path / "alone", *PPO, *steps), resume=False) == 0
+    roles, names = ("actor", "reference", "critic"), ("pipeline", "stages_per_device")
+    cuts = [f"parallel.{role}.{name}=2" for role in roles for name in names]
+    run = tmp_path / "run"
+    assert run_training(train_settings(inputs, run, *PPO, *steps, "batch.steps=2", TWO, *cuts), resume=False) == 0
+    assert run_training(train_settings(inputs, run, *PPO, *steps, TWO), resume=True) == 0
+    assert_like(tmp_path / "alone", run, only_last=True)
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_critic_elsewhere(inputs: Path, alone: Path, tmp_path: Path) -> None:
     """Two steps with the critic apart, the third on one device."""
     run = tmp_path / "run"

@@ -37,7 +37,7 @@ def test_sharded_parts_that_leave_between_verbs_change_nothing(
 
 
 def test_engines_get_what_gathering_whole_tensors_gives(four_ranks: Ranks, folders: Path) -> None:
-    """Uneven shards, a tied table, stages of a pipeline; adapters are merged on the way."""
+    """Uneven shards, a tied table, stages of a pipeline, interleaved too; adapters are merged on the way."""
     tied = folder_of(folders, "qwen2", attention_bias=False)
     three: Meshes = [((("fsdp", 3),), [0, 1, 2]), ((), [3])]
     for engines, dtype in (([0, 1, 2], torch.float32), ([1, 3], torch.bfloat16)):
@@ -47,6 +47,9 @@ def test_engines_get_what_gathering_whole_tensors_gives(four_ranks: Ranks, folde
     for meshes, lora in ((BOTH, False), (STAGES, False), (three, True)):
         arguments = (meshes, folder, [0, 3], torch.float32, lora)
         assert four_ranks.run(mesh_movement_checks.feed_engines, *arguments) == [[]] * 4
+    deep = folder_of(folders / "deep", "qwen2", attention_bias=False, num_hidden_layers=5)
+    arguments = (STAGES, deep, [0, 3], torch.float32, False, 2)
+    assert four_ranks.run(mesh_movement_checks.feed_engines, *arguments) == [[]] * 4
 
 
 def test_engines_whose_layers_are_cut_get_their_parts(four_ranks: Ranks, folders: Path) -> None:

@@ -195,6 +195,7 @@ def test_what_cannot_be_laid_out_is_refused(code: str, overrides: list[str], sai
     assert said in problem.what
 
 
+TWO_EACH = ["parallel.actor.stages_per_device=2"]
 MODEL = Divisible(layers=28, heads=12, key_value_heads=2, intermediate=8960)
 
 
@@ -211,6 +212,28 @@ def test_cuts_must_go_into_the_model(code: str, override: str, said: str) -> Non
     problem = only(refused("cluster.devices_per_node=8", override, model=MODEL))
     assert (problem.code, said in problem.what) == (code, True), problem.what
     assert refused("cluster.devices_per_node=4", override.replace("=8", "=4"), model=MODEL) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "suggested"),
+    [
+        (
+            ["pipeline=4", "stages_per_device=3"],
+            "layers do not go into pp 4 × 3 stages of each device; valid: 1, 7",
+            ["7", "1"],
+        ),
+        (["stages_per_device=2"], "stages_per_device 2 on devices without a pipeline, as pp is 1; valid: 1", ["1"]),
+    ],
+)
+def test_stages_of_each_device_must_go_into_the_layers(given: list[str], said: str, suggested: list[str]) -> None:
+    problem = only(refused("cluster.devices_per_node=8", *(f"parallel.actor.{name}" for name in given), model=MODEL))
+    assert problem.code == "G005" and said in problem.what
+    assert problem.suggestions[: len(suggested)] == tuple(
+        (f"parallel.actor.stages_per_device={size}",) for size in suggested
+    )
+    both = only(refused("cluster.devices_per_node=8", "parallel.actor.pipeline=8", *TWO_EACH, model=MODEL))
+    assert "28 layers are not divisible by pp 8" in both.what and both.suggestions[0] == ("parallel.actor.pipeline=2",)
+    assert refused("cluster.devices_per_node=8", "parallel.actor.pipeline=2", *TWO_EACH, model=MODEL) == []
 
 
 def test_the_last_names_of_a_list_are_found_in_long_ones_too() -> None:

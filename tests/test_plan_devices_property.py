@@ -61,7 +61,7 @@ def any_settings(draw: st.DrawFn) -> list[str]:
         if role in ("actor", "rollout") or draw(st.integers(0, 5)) == 0:
             given.append(f"placement.{role}={draw(device_lists(nodes, size))}")
     for role in ("actor", "reference", "critic"):
-        for name in ("tensor", "pipeline", "sequence", "fsdp_size"):
+        for name in ("tensor", "pipeline", "stages_per_device", "sequence", "fsdp_size"):
             if draw(st.integers(0, 3)) == 0:
                 given.append(f"parallel.{role}.{name}={draw(degree)}")
     given.append(f"parallel.rollout.tensor={draw(degree)}")
@@ -92,7 +92,9 @@ def require_consistent(found: LaidOut, model: Divisible | None) -> None:
         for first in range(0, len(devices), tensor):
             assert len({device // size for device in devices[first : first + tensor]}) == 1
         if model is not None and role.role not in (Role.REWARD, Role.CRITIC):
-            assert model.layers % mesh.size("pp") == 0 == model.heads % (tensor * mesh.size("sp"))
+            stages = mesh.size("pp") * role.stages_per_device
+            assert model.layers % stages == 0 == model.heads % (tensor * mesh.size("sp"))
+            assert role.stages_per_device == 1 or mesh.size("pp") > 1
         trained = role.role in (Role.ACTOR, Role.CRITIC)
         step = settings.batch.prompts_per_step * (1 if role.role == Role.ROLLOUT else settings.batch.samples_per_prompt)
         work = samples_per_update(settings) if trained else step

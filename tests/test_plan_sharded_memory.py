@@ -266,6 +266,20 @@ def test_a_pipelines_first_stage_keeps_most_microbatches() -> None:
     assert device_ledger([role]).held(Phase.UPDATE) == max(of_stages) > min(of_stages)
 
 
+def test_stages_of_one_device_hold_its_layers_and_passes_of_each_in_flight() -> None:
+    """Eight microbatches over four devices: 11 passes through a half of the first device's layers, where one stage has 4."""
+    model = numbers("Llama-3.1-8B")
+    whole, halves = Cut(pipeline=4), Cut(pipeline=4, stages_per_device=2)
+    ends = [[part_of(model, cut, compiled=True, stage=stage) for stage in (0, 3)] for cut in (whole, halves)]
+    assert ends[0] == ends[1]
+    one = held(model_holdings(actor(model)))["activations"] / 4
+    role = actor(model, cut=halves, microbatches=8)
+    kept = [held(model_holdings(role, stage))["activations"] for stage in range(4)]
+    assert kept == [one * passes / 2 for passes in (11, 9, 7, 5)]
+    formula = next(it.formula for it in model_holdings(role, 0) if it.name == "activations")
+    assert "11 in flight ÷ 2 stages of the device" in formula
+
+
 def test_offload_frees_the_phases_that_do_not_need_it_and_says_what_it_moves() -> None:
     model = numbers("Qwen2.5-1.5B")
     engine = EngineRole(model=model, width=2, own_weights=True, sequences=256, slot_tokens=1024)

@@ -286,6 +286,21 @@ def test_stages_stand_empty_the_less_the_more_microbatches_there_are() -> None:
     assert empty[1] == pytest.approx(empty[0] * 9 / 35, rel=0.01)
 
 
+def test_several_stages_of_each_device_stand_empty_less_and_send_more() -> None:
+    """They win where there are few microbatches, and lose where there are many and neighbours are far apart."""
+    role, far = actor("Qwen2.5-7B", 16384, cut=Cut(pipeline=4)), Cluster(device=H200, devices_per_node=1)
+
+    def phase(stages: int, cluster: Cluster, tokens: int = 16384) -> PhaseTime:
+        cut = Cut(pipeline=4, stages_per_device=stages)
+        return update_time(replace(role, cut=cut, tokens=tokens), work(512), cluster, C)
+
+    one, two = phase(1, NODE), phase(2, NODE)
+    assert part(two, "hidden states between stages") == pytest.approx(2 * part(one, "hidden states between stages"))
+    assert part(two, "empty stages") == pytest.approx(part(one, "empty stages") / 2, rel=0.01)
+    assert two.seconds < one.seconds
+    assert phase(2, far, tokens=1024).seconds > phase(1, far, tokens=1024).seconds
+
+
 def test_links_are_those_of_the_node_or_of_the_network() -> None:
     """Eight neighbours; then two nodes of four, whose four ports carry what enters; then every fourth device."""
     inside, across, apart = NODE.link(8, 1, C), NODES.link(8, 1, C), NODES.link(2, 4, C)

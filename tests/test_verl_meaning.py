@@ -42,6 +42,8 @@ _REJECTED = [f"{_CORRECTION}.rollout_rs=seq_max_k3", f"{_CORRECTION}.rollout_rs_
 _SCORER = ["reward_model.enable=True", "reward_model.model.path=scorer"]
 _BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
 _DAPO = ["reward_model.reward_manager=dapo", f"+{_BUFFER}.enable=True"]
+_VIRTUAL = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
+_INTERLEAVED = ["model_engine=megatron", f"{ACTOR}.megatron.pipeline_model_parallel_size=2", f"{_VIRTUAL}=2"]
 _PENALTY = [*_DAPO, f"+{_BUFFER}.len=512", f"+{_BUFFER}.penalty_factor=0.5", f"+{_BUFFER}.log=True"]
 _ADAPTIVE = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"]
 MEANING = [
@@ -156,6 +158,9 @@ MEANING = [
         4,
         ["model_engine=megatron", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.megatron.tensor_model_parallel_size=4"],
     ),
+    ("parallel.actor.stages_per_device", 2, _INTERLEAVED),
+    ("parallel.actor.stages_per_device", 1, ["model_engine=megatron", f"{_VIRTUAL}=null"]),
+    ("parallel.reference.stages_per_device", 2, [*_INTERLEAVED, f"{ACTOR}.use_kl_loss=True"]),
     ("parallel.reference.sequence", 2, [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.ulysses_sequence_parallel_size=2"]),
     ("offload.actor.parameters", "host", [f"{ACTOR}.fsdp_config.offload_policy=True"]),
     (

@@ -117,7 +117,10 @@ class RoleParallelSettings(Settings):
     tensor: Count = 1
     """Devices that a layer is split over; neighbours inside a node."""
     pipeline: Count = 1
-    """Stages that the layers are split into."""
+    """Devices that the layers are split over, as stages that follow each other."""
+    stages_per_device: Count = 1
+    """Stages of each device of a pipeline. More than one are interleaved (Narayanan et al. 2021, arXiv:2104.04473): devices
+    stand empty so many times less, exchange hidden states so many times more often, and keep more activations."""
     sequence: Count = 1
     """Devices that a sequence is split over (Ulysses, Jacobs et al. 2023, arXiv:2309.14509)."""
 

@@ -67,6 +67,7 @@ def critic_on_mesh(settings: TrainSettings, mesh: "TrainMesh", checkpoint: Path 
             settings.critic.optimizer,
             path=None if checkpoint is None else checkpoint / CRITIC,
             scalar_head=True,
+            stages_per_device=settings.parallel.critic.stages_per_device,
         )
     except UserError as error:
         named = (text.replace("parallel.actor", "parallel.critic") for text in (error.where, error.why, error.fix))

@@ -217,6 +217,7 @@ def new_actor_on_mesh(
         MicrobatchBound(batch.tokens_per_microbatch, batch.samples_per_microbatch),
         settings.optimizer,
         seed=settings.seed,
+        stages_per_device=settings.parallel.actor.stages_per_device,
         path=checkpoint / MODEL if checkpoint is not None and settings.model.lora is None else None,
     )
     set_end_tokens(model.module, settings.data, tokenizer)

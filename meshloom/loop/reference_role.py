@@ -60,7 +60,12 @@ def reference_on_mesh(settings: TrainSettings, mesh: "TrainMesh", checkpoint: Pa
     from meshloom.train.build_on_mesh import build_model
 
     return build_model(
-        reference_settings(settings, checkpoint), mesh, reference_bound(settings), None, seed=settings.seed
+        reference_settings(settings, checkpoint),
+        mesh,
+        reference_bound(settings),
+        None,
+        seed=settings.seed,
+        stages_per_device=settings.parallel.reference.stages_per_device,
     )
 
 

@@ -117,7 +117,9 @@ def cut_words(placed: Placed) -> str:
     fsdp = cut.fsdp_size or placed.whole_fsdp
     sizes = {"pp": cut.pipeline, "replicate": placed.whole_fsdp // fsdp, "fsdp": fsdp}
     sizes |= {"sp": cut.sequence, "tp": cut.tensor}
-    return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one copy each"
+    each = f" ({cut.stages_per_device} stages each)" if cut.stages_per_device > 1 else ""
+    words = (f"{name} {size}{each if name == 'pp' else ''}" for name, size in sizes.items() if size > 1)
+    return " × ".join(words) or "one copy each"
 
 
 @dataclass(frozen=True, kw_only=True)

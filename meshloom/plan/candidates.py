@@ -4,9 +4,9 @@ Owns: which there are, and why others are not. Refuses to know: memory, time. Al
 arrangement can be laid out, and leaves no device without work.
 
 Left out, as they are hardly ever better than what is there: tensor or sequence parallelism across nodes; more than sixteen
-stages; sharding over a part of the devices that is neither inside a node nor one, two, four or eight of them; pools that are
-no whole nodes where there are several. Of more than sixteen nodes fewer pools, stages
-and shards.
+devices of a pipeline, or two stages on each; sharding over a part of the devices that is neither inside a node nor one, two,
+four or eight of them; pools that are no whole nodes where there are several. Of more than sixteen nodes fewer pools, stages and
+shards.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -26,7 +26,8 @@ _FRACTIONS = (1 / 8, 1 / 4, 1 / 3, 3 / 8, 1 / 2, 5 / 8, 2 / 3, 3 / 4, 7 / 8)
 _COARSE = (1 / 8, 1 / 4, 1 / 2, 3 / 4)
 """Parts of the devices that generate apart from the others; the second where there are many nodes."""
 _FEW, _MOST_STAGES, _MANY_NODES = 16, 16, 16
-_CUTS = ("tensor", "sequence", "pipeline", "fsdp_size")
+_CUTS = ("tensor", "sequence", "pipeline", "stages_per_device", "fsdp_size")
+_STAGES_PER_DEVICE = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -180,13 +181,14 @@ class Candidates:
             self._sizes_of(f"{path}.sequence", degrees.sequence, pool.world),
             self._sizes_of(f"{path}.pipeline", degrees.pipeline, min(pool.world, _MOST_STAGES)),
         ):
-            cut = Degrees(tensor=tensor, sequence=sequence, pipeline=pipeline)
-            if not self._fits(role, pool, cut):
-                continue
-            left = pool.world // cut.model_parallel
-            samples = samples_per_update(self.settings)
-            if not self._no_work(role, cut, left, samples, "samples an update"):
-                cuts += [replace(cut, fsdp_size=size) for size in self._shards(role, cut, left)]
+            for stages in self._stages_of(f"{path}.stages_per_device", degrees.stages_per_device, pipeline):
+                cut = Degrees(tensor=tensor, sequence=sequence, pipeline=pipeline, stages_per_device=stages)
+                if not self._fits(role, pool, cut):
+                    continue
+                left = pool.world // cut.model_parallel
+                samples = samples_per_update(self.settings)
+                if not self._no_work(role, cut, left, samples, "samples an update"):
+                    cuts += [replace(cut, fsdp_size=size) for size in self._shards(role, cut, left)]
         return cuts
 
     def other_cuts(self, role: Role, pools: Mapping[Role, DeviceSet], actor: Degrees) -> list[Degrees]:
@@ -200,10 +202,19 @@ class Candidates:
         for choice in choices:
             kept = {name: getattr(given, name) for name in _CUTS if f"parallel.{role}.{name}" in self.given}
             cut = replace(choice, **kept)
+            if cut.pipeline == 1 and "stages_per_device" not in kept:
+                cut = replace(cut, stages_per_device=1)
             if self._fits(role, pool, cut) and pool.world // cut.model_parallel <= samples_per_update(self.settings):
                 left = pool.world // cut.model_parallel
                 found[replace(cut, fsdp_size=None if cut.fsdp_size == left else cut.fsdp_size)] = None
         return list(found)
+
+    def _stages_of(self, path: str, value: int, pipeline: int) -> Collection[int]:
+        """How many stages each device of a pipeline may have."""
+        if path in self.given:
+            return [value]
+        layers = 0 if self.model is None or pipeline == 1 else self.model.layers // pipeline
+        return [count for count in _STAGES_PER_DEVICE if count == 1 or (layers and layers % count == 0)]
 
     def _sizes_of(self, path: str, value: int, world: int) -> Collection[int]:
         if path in self.given:

@@ -108,8 +108,13 @@ def role_layout(role: Role, devices: DeviceSet, degrees: Degrees) -> RoleLayout:
     if role == Role.REWARD:
         axes = (("dp", len(devices)),) if len(devices) > 1 else ()
         return RoleLayout(role=role, devices=devices, mesh=Mesh(axes=axes, devices=devices))
-    around = sequence_mesh(devices, degrees)
-    return RoleLayout(role=role, devices=devices, mesh=model_mesh(devices, degrees), sequence_mesh=around)
+    return RoleLayout(
+        role=role,
+        devices=devices,
+        mesh=model_mesh(devices, degrees),
+        sequence_mesh=sequence_mesh(devices, degrees),
+        stages_per_device=degrees.stages_per_device,
+    )
 
 
 def cut_faults(

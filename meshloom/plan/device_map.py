@@ -26,6 +26,7 @@ _DTYPES = ("float32", "bfloat16")
 _CUTS = {
     "tensor_parallel_size": "tensor",
     "pipeline_parallel_size": "pipeline",
+    "virtual_pipeline_parallel_size": "stages_per_device",
     "sequence_parallel_size": "sequence",
     "ulysses_sequence_parallel_size": "sequence",
     "fsdp_size": "fsdp_size",

@@ -25,6 +25,7 @@ class RoleLayout:
         devices: in the order of their ranks.
         mesh: that cuts its model; for a reward model, replicas.
         sequence_mesh: the same devices with parts of sequences as an axis; none where sequences are not split.
+        stages_per_device: of each device of a pipeline.
         busy: phases in which it is busy, if they are not those of the role in reinforcement learning.
     """
 
@@ -32,6 +33,7 @@ class RoleLayout:
     devices: DeviceSet
     mesh: Mesh
     sequence_mesh: Mesh | None = None
+    stages_per_device: int = 1
     busy: tuple[str, ...] = ()
 
     @cached_property
@@ -104,6 +106,7 @@ class Layout:
             "num_devices": len(found.devices),
             "mesh": mesh_json(found.mesh),
             "sequence_mesh": None if found.sequence_mesh is None else mesh_json(found.sequence_mesh),
+            "stages_per_device": found.stages_per_device,
             "replicas": found.replicas,
             "phases": list(found.phases),
         }

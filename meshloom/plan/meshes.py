@@ -72,11 +72,13 @@ def _mesh(devices: DeviceSet, **sizes: int) -> Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """How a role's model is cut; ``fsdp_size`` none: over all that the others leave."""
+    """How a role's model is cut; ``fsdp_size`` none: over all that the others leave; ``stages_per_device``: of each device of
+    ``pipeline``."""
 
     fsdp_size: int | None = None
     tensor: int = 1
     pipeline: int = 1
+    stages_per_device: int = 1
     sequence: int = 1
 
     @property
@@ -172,7 +174,7 @@ class MeshFault:
 
     Args:
         code: of the refusal.
-        setting: ``tensor``, ``pipeline``, ``sequence`` or ``fsdp_size``.
+        setting: ``tensor``, ``pipeline``, ``stages_per_device``, ``sequence`` or ``fsdp_size``.
         what: the fault.
         why: the reason, if ``what`` does not say it.
     """
@@ -230,13 +232,27 @@ def _placement_faults(pool: Pool, degrees: Degrees, model: Divisible | None) -> 
     yield MeshFault(code="G004", setting="tensor", what=what, why=why)
 
 
+def _stage_faults(degrees: Degrees, model: Divisible | None) -> Iterator[MeshFault]:
+    pipeline, each = degrees.pipeline, degrees.stages_per_device
+    if each > 1 and pipeline == 1:
+        what = f"stages_per_device {each} on devices without a pipeline, as pp is 1; valid: 1"
+        yield MeshFault(
+            code="G005", setting="stages_per_device", what=what, why="stages of one device alone need no order"
+        )
+    elif model is not None and model.layers % pipeline:
+        what = f"the model's {model.layers} layers are not divisible by pp {pipeline}"
+        yield MeshFault(code="G005", setting="pipeline", what=f"{what}; {valid(divisors(model.layers))}")
+    elif model is not None and model.layers % (pipeline * each):
+        what = f"the model's {model.layers} layers do not go into pp {pipeline} × {each} stages of each device"
+        fitting = valid(divisors(model.layers // pipeline))
+        yield MeshFault(code="G005", setting="stages_per_device", what=f"{what}; {fitting}")
+
+
 def _model_faults(degrees: Degrees, model: Divisible | None) -> Iterator[MeshFault]:
+    yield from _stage_faults(degrees, model)
     if model is None:
         return
     tp, both = degrees.tensor, degrees.tensor * degrees.sequence
-    if model.layers % degrees.pipeline:
-        what = f"the model's {model.layers} layers are not divisible by pp {degrees.pipeline}"
-        yield MeshFault(code="G005", setting="pipeline", what=f"{what}; {valid(divisors(model.layers))}")
     if not _heads_fit(model, tp):
         what = f"the model's {_heads(model)} are not divisible by tp {tp}"
         yield MeshFault(code="G006", setting="tensor", what=f"{what}; {valid(_fitting(model))}")
@@ -313,23 +329,36 @@ def near_degrees(pool: Pool, degrees: Degrees, model: Divisible | None, *, train
     for tensor in divisors(pool.block):
         for sequence in divisors(pool.world // tensor) if trained else [1]:
             for pipeline in divisors(pool.world // tensor // sequence) if trained else [1]:
-                cut = Degrees(tensor=tensor, sequence=sequence, pipeline=pipeline)
-                if not any(_model_faults(cut, model)):
-                    shards = _near_shards(degrees.fsdp_size, pool.world // cut.model_parallel)
-                    found += [replace(cut, fsdp_size=size) for size in shards]
+                for stages in _near_stages(degrees.stages_per_device, pipeline, model):
+                    cut = Degrees(tensor=tensor, sequence=sequence, pipeline=pipeline, stages_per_device=stages)
+                    if not any(_model_faults(cut, model)):
+                        shards = _near_shards(degrees.fsdp_size, pool.world // cut.model_parallel)
+                        found += [replace(cut, fsdp_size=size) for size in shards]
     return tuple(sorted(found, key=lambda near: _distance(degrees, near)))
+
+
+def _near_stages(given: int, pipeline: int, model: Divisible | None) -> list[int]:
+    """The given number of stages of each device if it goes into the layers, else the nearest that do."""
+    if pipeline == 1 or given == 1:
+        return [1]
+    return [given] if model is None or model.layers % pipeline else _nearest(given, model.layers // pipeline)
 
 
 def _near_shards(given: int | None, left: int) -> list[int | None]:
     """The given number of shards if it divides what is left, else the nearest below and above that do."""
-    if given is None or left % given == 0:
+    return [None] if given is None else [*_nearest(given, left)]
+
+
+def _nearest(given: int, whole: int) -> list[int]:
+    """A number if it divides another, else the nearest below and above that do."""
+    if whole % given == 0:
         return [given]
-    sizes = divisors(left)
+    sizes = divisors(whole)
     return [*[size for size in sizes if size < given][-1:], *[size for size in sizes if size > given][:1]]
 
 
 def _distance(given: Degrees, near: Degrees) -> tuple[int, float]:
-    pairs = [(getattr(given, name), getattr(near, name)) for name in AXES]
+    pairs = [(getattr(given, name), getattr(near, name)) for name in (*AXES, "stages_per_device")]
     if given.fsdp_size is not None and near.fsdp_size is not None:
         pairs.append((given.fsdp_size, near.fsdp_size))
     return sum(old != new for old, new in pairs), sum(abs(log2(old / new)) for old, new in pairs)

@@ -34,7 +34,12 @@ def cut_of(found: RoleLayout) -> Cut:
     """How a role's mesh cuts its model."""
     size = found.mesh.size
     return Cut(
-        replicate=size("replicate"), fsdp=size("fsdp"), sequence=size("sp"), tensor=size("tp"), pipeline=size("pp")
+        replicate=size("replicate"),
+        fsdp=size("fsdp"),
+        sequence=size("sp"),
+        tensor=size("tp"),
+        pipeline=size("pp"),
+        stages_per_device=found.stages_per_device,
     )
 
 

@@ -9,8 +9,8 @@ model on a mesh (``train.mesh_model``) holds what is trained in float32 alone, i
 arithmetic, all of them sharded alike; a layer and the next are gathered in its arithmetic while one is computed, and tables and
 last norm throughout; a layer's gradient is whole in the model's arithmetic and in float32 until it is summed, that of tables
 from the head's backward pass to the end. Engines then have a copy of their own (``weights.engine_copy``), without memory while
-others train on their devices. Where there are stages, a stage keeps activations of as
-many microbatches as there are stages from it on (one forward, one backward: Narayanan et al. 2021, arXiv:2104.04473). Roles
+others train on their devices. Where there are stages, a device keeps activations of as many passes through a stage as
+the order of its pipeline has in flight (``plan.pipeline_order``). Roles
 that compute in one phase on one device take turns: of what lives only while they compute, the largest counts.
 """
 
@@ -20,6 +20,7 @@ from functools import cached_property, lru_cache
 
 from meshloom.plan.headroom import needed_bytes
 from meshloom.plan.ledger import DERIVED, LedgerLine
+from meshloom.plan.pipeline_order import passes_in_flight
 from meshloom.plan.residency import EVERY, EngineRole, Holding, ModelRole, Move, Phase, Residency, through_values
 from meshloom.plan.shards import Cut, Part, cached_values, ceil_div, part_of
 
@@ -344,17 +345,22 @@ def _computing(role: ModelRole, part: Part, phase: Phase, stage: int) -> Iterato
     chunk = f"{role.chunk_bytes / 2**20:g} MiB"
     formula = f"min({chunk}, {of} × vocabulary{_by(tensor=role.cut.tensor)} × {role.logit_bytes})"
     yield _held(role, f"logits{name}", logits, formula, phase, fleeting=True)
-    flights = min(role.microbatches, role.cut.pipeline - stage)
-    many = "" if flights == 1 else f" × {flights} in flight"
+    each = role.cut.stages_per_device
+    flights = passes_in_flight(
+        devices=role.cut.pipeline, device=stage, stages_per_device=each, microbatches=role.microbatches
+    )
+    many = (
+        "" if flights == each else f" × {flights} in flight" + (f" ÷ {each} stages of the device" if each > 1 else "")
+    )
     if phase is not Phase.UPDATE:
         values = part.hidden + part.layer_values
         formula = f"estimate: {of} × (hidden + {part.layer_values}) × {role.width}: one layer at a time"
     elif role.recompute:
         whole = part.layer_values + part.layer_gradients
-        values = flights * part.layers * part.hidden + whole
+        values = ceil_div(flights * part.layers, each) * part.hidden + whole
         formula = f"estimate: {of} × ({part.layers} layers × hidden{many} + {whole}) × {role.width}"
     else:
-        values = flights * part.kept_values
+        values = ceil_div(flights * part.kept_values, each)
         formula = f"estimate: {of} × {part.kept_values} of {part.layers} layers{many} × {role.width}"
     yield _held(role, f"activations{name}", tokens * values * role.width, formula, phase, fleeting=True)
 

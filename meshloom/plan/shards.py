@@ -14,7 +14,7 @@ sequence need the same weights.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshloom.plan.parameters import DecoderNumbers, Layer
+from meshloom.plan.parameters import DecoderNumbers, Layer, Layers
 
 
 def ceil_div(number: int, parts: int) -> int:
@@ -24,13 +24,14 @@ def ceil_div(number: int, parts: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Degrees of a model's mesh; one is no cut."""
+    """Degrees of a model's mesh; one is no cut. ``stages_per_device``: of each device of the pipeline."""
 
     replicate: int = 1
     fsdp: int = 1
     sequence: int = 1
     tensor: int = 1
     pipeline: int = 1
+    stages_per_device: int = 1
 
     @property
     def shards(self) -> int:
@@ -49,10 +50,10 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A stage's part of a model on one device.
+    """The part of a model that one device of a pipeline has: a stage, or all of its stages.
 
     Args:
-        layers: of the stage.
+        layers: of it.
         parameters: that the device works with when all shards are gathered.
         largest_layer: parameters of the largest layer, gathered.
         root: parameters outside of layers (tables, last norm), gathered.
@@ -83,6 +84,12 @@ def stage_layers(num_layers: int, stages: int, stage: int) -> range:
     return range(start, start + each + (stage < more))
 
 
+def device_layers(num_layers: int, devices: int, device: int, stages_per_device: int = 1) -> list[range]:
+    """Layers of each stage of a pipeline's device, by their index: device d of p has the stages d, p + d, 2p + d, …"""
+    stages = devices * stages_per_device
+    return [stage_layers(num_layers, stages, stage) for stage in range(device, stages, devices)]
+
+
 @lru_cache(maxsize=4096)
 def part_of(model: DecoderNumbers, cut: Cut, *, compiled: bool, stage: int = 0, of_engine: bool = False) -> Part:
     """What a device of a stage has.
@@ -91,12 +98,13 @@ def part_of(model: DecoderNumbers, cut: Cut, *, compiled: bool, stage: int = 0, 
         model: in numbers.
         cut: of the model.
         compiled: whether its layers are compiled, which keeps fewer activations.
-        stage: of the pipeline.
+        stage: of the pipeline; where devices have several, the device's first.
         of_engine: whether an engine samples with it, which pads tables and copies single heads.
     """
     first, last = stage == 0, stage == cut.pipeline - 1
-    stretch = stage_layers(len(model.layers), cut.pipeline, stage)
-    layers = model.layers.between(stretch.start, stretch.stop)
+    stretches = device_layers(len(model.layers), cut.pipeline, stage, cut.stages_per_device)
+    between = (model.layers.between(stretch.start, stretch.stop) for stretch in stretches)
+    layers = Layers(tuple(run for each in between for run in each.runs))
     needs_table = first or (last and model.tied)
     tables = (model.embedding if needs_table else 0) + (model.head if last else 0)
     over_tables = cut.tensor if of_engine or model.embedding // model.hidden % cut.tensor == 0 else 1

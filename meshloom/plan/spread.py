@@ -16,6 +16,7 @@ from meshloom.plan.lag import lag_faults
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.ledger import DERIVED, LedgerLine, longest_sample_tokens, most_microbatches, samples_per_update
 from meshloom.plan.meshes import AXES, Degrees, Divisible, Pool, near_degrees
+from meshloom.plan.pipeline_order import bubble
 from meshloom.plan.placement import Role
 
 
@@ -100,7 +101,8 @@ def model_lines(settings: TrainSettings, found: RoleLayout) -> list[LedgerLine]:
         shared = _line(
             f"{prefix}samples per {each} per update", share.value, f"samples per update ÷ {name} replicas", "samples"
         )
-        lines += [shared, *_microbatches(settings, found, share, shared.name, f"{prefix}update microbatches", each)]
+        many = _microbatches(settings, found, share, shared.name, f"{prefix}update microbatches", each)
+        lines += [shared, *many, *_bubble(settings, found, prefix, many[0])]
     step = Share(settings.batch.prompts_per_step * settings.batch.samples_per_prompt, replicas)
     shared = _line(f"{prefix}samples per {each} per step", step.value, f"samples per step ÷ {name} replicas", "samples")
     asked = f"{prefix}{'value' if found.role == Role.CRITIC else 'log-prob'} microbatches"
@@ -128,6 +130,21 @@ def _microbatches(
         _line(f"{name} per {each}", most(share.most), formula, ""),
         _line(f"{name} in all", total, f"at most: {summed}", ""),
     ]
+
+
+def _bubble(settings: TrainSettings, found: RoleLayout, prefix: str, microbatches: LedgerLine) -> Iterator[LedgerLine]:
+    """How long devices of a pipeline stand empty; the less the more microbatches there are, so with the most of them."""
+    devices, stages, count = found.mesh.size("pp"), found.stages_per_device, int(microbatches.value)
+    if devices == 1:
+        return
+    share = bubble(devices=devices, stages_per_device=stages, microbatches=count)
+    missing = (stages - 1) * max(0, devices - count)
+    stands = f"{devices} pipeline devices − 1" + (f" + {missing} places without a microbatch" if missing else "")
+    formula = (
+        f"at least, of the time in which they compute: ({stands}) ÷ ({microbatches.name} × {stages} stages of each)"
+    )
+    origin = settings.provenance.of(f"parallel.{found.role}.stages_per_device")
+    yield _line(f"{prefix}pipeline stands empty", f"{100 * share:.3g}%", formula, "", origin)
 
 
 def spread_faults(settings: TrainSettings, layout: Layout, model: Divisible | None) -> Iterator[Fault]:
@@ -217,12 +234,18 @@ def degrees_of(settings: TrainSettings, role: Role) -> Degrees:
     group = {Role.ACTOR: parallel.actor, Role.REFERENCE: parallel.reference, Role.CRITIC: parallel.critic}.get(role)
     if group is None:
         return Degrees()
-    return Degrees(fsdp_size=group.fsdp_size, tensor=group.tensor, pipeline=group.pipeline, sequence=group.sequence)
+    return Degrees(
+        fsdp_size=group.fsdp_size,
+        tensor=group.tensor,
+        pipeline=group.pipeline,
+        stages_per_device=group.stages_per_device,
+        sequence=group.sequence,
+    )
 
 
 def cut_change(role: Role, given: Degrees, cut: Degrees) -> Change:
     """The change from one cut of a role to another."""
-    names = ("tensor", "pipeline", "sequence", "fsdp_size")
+    names = ("tensor", "pipeline", "stages_per_device", "sequence", "fsdp_size")
     pairs = {name: (getattr(given, name), getattr(cut, name)) for name in names}
     return {f"parallel.{role}.{name}": new for name, (old, new) in pairs.items() if old != new}
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from meshloom.plan.arithmetic import Work, pass_cost
 from meshloom.plan.constants import Cluster, Constants
+from meshloom.plan.pipeline_order import bubble
 from meshloom.plan.residency import ModelRole, Phase
 from meshloom.plan.seconds import PhaseTime, Seconds
 from meshloom.plan.sharded_memory import FLOAT32
@@ -82,12 +83,17 @@ def _passes(
         formula = f"{exchanged:.3f} s of gathering and scattering, less what hides behind {constants.hidden_part:g} of the pass"
         yield Seconds(name="shards", seconds=exposed, formula=formula, over_devices=True)
     if cut.pipeline > 1:
-        whole = busy + sum(each.seconds for each in inside)
-        bubble = whole * (cut.pipeline - 1) * updates / count
+        sent = _between_stages(role, tokens, count, cluster, constants, backward=backward)
+        yield sent
+        whole = busy + sum(each.seconds for each in inside) + sent.seconds
+        share = bubble(
+            devices=cut.pipeline, stages_per_device=cut.stages_per_device, microbatches=max(1, count // updates)
+        )
+        each = "" if cut.stages_per_device == 1 else f" ÷ {cut.stages_per_device} stages of each device"
         yield Seconds(
             name=EMPTY_STAGES,
-            seconds=bubble,
-            formula=f"({cut.pipeline} stages − 1) ÷ microbatches of an update",
+            seconds=whole * share,
+            formula=f"({cut.pipeline} devices − 1) ÷ microbatches of an update{each}",
             over_devices=True,
         )
 
@@ -166,12 +172,33 @@ def _collectives_inside(
         )
 
 
+def _between_stages(
+    role: ModelRole, tokens: float, count: int, cluster: Cluster, constants: Constants, *, backward: bool
+) -> Seconds:
+    """Hidden states to the stage after, and their gradients back, from each stage of a device."""
+    cut = role.cut
+    ways = (2 if backward else 1) * cut.stages_per_device
+    moved = ways * tokens / cut.sequence / cut.tensor * role.model.hidden * role.width
+    stride = cut.replicate * cut.shards * cut.tensor
+    # What crosses nodes leaves by one device's port.
+    inside = cut.pipeline * stride <= cluster.devices_per_node
+    link = cluster.link(2, 1 if inside else cluster.devices_per_node, constants)
+    return Seconds(
+        name="hidden states between stages",
+        seconds=moved / link + ways * count * constants.collective_s,
+        formula=f"{ways} times a microbatch: {moved / 1e9:,.1f} GB",
+        over_devices=True,
+    )
+
+
 def _exchange(role: ModelRole, part: Part, cluster: Cluster, constants: Constants, *, backward: bool) -> float:
     """Seconds that shards take to gather weights for a microbatch, and to scatter its gradients in float32."""
     cut = role.cut
     gathers = 1 if not backward or role.gathered_whole else 2
     moved = float(part.parameters * role.width * gathers)
+    # Tables and last norm are gathered for each stage of a device.
+    moved += (cut.stages_per_device - 1) * part.root * role.width
     moved += part.parameters * 4 if backward and role.trained is None else 0
     moved *= (cut.shards - 1) / cut.shards
-    collectives = (part.layers + 1) * (gathers + backward)
+    collectives = (part.layers + 1) * (gathers + backward) + cut.stages_per_device - 1
     return moved / cluster.link(cut.shards, cut.tensor, constants) + collectives * constants.collective_s

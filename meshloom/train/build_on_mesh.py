@@ -5,6 +5,7 @@ runs. Always holds: the same folder and settings give the same weights on every 
 error.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from meshloom.config.errors import UserError
 from meshloom.config.settings import ModelSettings, OptimizerSettings
 from meshloom.train.attention import PackedAttention, use_layouts
 from meshloom.train.head import OutputHead, check_logits, decoder_of, plain_model
+from meshloom.train.interleaved import InterleavedModel
 from meshloom.train.load import add_lora, load_model, pick_dtype
 from meshloom.train.load_sharded import build_empty, fill, source_names, stand_ins
 from meshloom.train.mesh import TrainMesh
@@ -23,7 +25,7 @@ from meshloom.train.mesh_model import MeshModel
 from meshloom.train.model import MicrobatchBound
 from meshloom.train.pipeline import PipelineModel
 from meshloom.train.shard import Root, release, shard
-from meshloom.train.stages import keep_stage
+from meshloom.train.stages import keep_stages
 from meshloom.train.tensor_parallel import TensorCut, cut_layers
 from meshloom.train.threads import fit_threads
 from meshloom.train.value_head import is_critic, load_value_model
@@ -39,6 +41,7 @@ def build_model(
     path: str | Path | None = None,
     reshard_after_forward: bool = True,
     scalar_head: bool = False,
+    stages_per_device: int = 1,
 ) -> MeshModel:
     """A model over the ranks of a mesh; due on all of them at once.
 
@@ -51,6 +54,7 @@ def build_model(
         path: folder of the weights, if it is not ``settings.path``.
         reshard_after_forward: see ``train.shard.shard``.
         scalar_head: whether it is a critic (``train.value_head``); a fresh head is the same on all meshes.
+        stages_per_device: of a pipeline; more than one are interleaved (``train.interleaved``).
 
     Raises:
         UserError: if the folder cannot be used, or the model cannot be cut so.
@@ -76,12 +80,14 @@ def build_model(
             _widen_adapters(module)
     if optimizer is None:
         module.requires_grad_(False)
-    tied = keep_stage(plain, mesh) if mesh.size("pp") > 1 else []
+    tied = keep_stages(plain, mesh, stages_per_device) if mesh.size("pp") > 1 else []
     cut = cut_layers(plain, mesh, within=module) if mesh.size("tp") > 1 else TensorCut()
     root = shard(module, mesh, compute=compute, reshard_after_forward=reshard_after_forward)
     fill(module, list(source_names(module)), folder, mesh)
     _rehearse(root, mesh, compute)
     kind = PipelineModel if mesh.size("pp") > 1 else MeshModel
+    if mesh.size("pp") > 1 and stages_per_device > 1:
+        kind = partial(InterleavedModel, stages_per_device=stages_per_device)
     return kind(root, settings, bound, optimizer, mesh, compute=compute, cut=cut, tied=tied)
 
 

@@ -11,6 +11,8 @@ Legend: c tokens of a microbatch on a rank, D hidden, n predicted from them.
 """
 
 from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +60,9 @@ class Neighbours:
     def __init__(
         self, group: dist.ProcessGroup, stage: int, *, dtype: torch.dtype, device: torch.device, width: int
     ) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        self.before = ranks[stage - 1] if stage > 0 else None
-        self.after = ranks[stage + 1] if stage + 1 < len(ranks) else None
+        self.ranks = dist.get_process_group_ranks(group)
+        self.before = self.ranks[stage - 1] if stage > 0 else None
+        self.after = self.ranks[stage + 1] if stage + 1 < len(self.ranks) else None
         self._group, self._dtype, self._device, self._width = group, dtype, device, width
 
     def exchange(
@@ -74,15 +76,26 @@ class Neighbours:
             of: rank that is taken from.
             tokens: that come from there.
         """
-        calls, taken_cD = [], None
-        if to is not None and sent_cD is not None:
-            calls.append(dist.P2POp(dist.isend, sent_cD.detach().contiguous(), to, self._group))
-        if of is not None:
-            taken_cD = torch.empty(tokens, self._width, dtype=self._dtype, device=self._device)
-            calls.append(dist.P2POp(dist.irecv, taken_cD, of, self._group))
+        taken = self.exchange_all(
+            [] if to is None or sent_cD is None else [(to, sent_cD)], [] if of is None else [(of, tokens)]
+        )
+        return taken[0] if taken else None
+
+    def exchange_all(self, sent: Sequence[tuple[int, Tensor]], taken: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Send to ranks and take from some, at the same time; what is taken, in its order.
+
+        Args:
+            sent: to which rank, and what; what one rank is sent must be in the order in which it takes it.
+            taken: from which rank, and how many tokens.
+        """
+        found = [torch.empty(tokens, self._width, dtype=self._dtype, device=self._device) for _, tokens in taken]
+        calls = [dist.P2POp(dist.isend, each_cD.detach().contiguous(), to, self._group) for to, each_cD in sent]
+        calls += [
+            dist.P2POp(dist.irecv, each_cD, of, self._group) for each_cD, (of, _) in zip(found, taken, strict=True)
+        ]
         for work in dist.batch_isend_irecv(calls) if calls else []:
             work.wait()
-        return taken_cD
+        return found
 
 
 class PipelineModel(MeshModel):
@@ -94,7 +107,7 @@ class PipelineModel(MeshModel):
         for microbatch in microbatches:
             work = self._begin(microbatch)
             work.given_cD = links.exchange(of=links.before, tokens=self._tokens(work))
-            out = self._run(work, temperature)
+            out = self._run(work, temperature, last=links.after is None)
             links.exchange(to=links.after, sent_cD=out)
             found.append(self._predicted(work, out))
         return found
@@ -113,7 +126,7 @@ class PipelineModel(MeshModel):
 
         def forward(work: Pass, given_cD: Tensor | None) -> None:
             work.given_cD = None if given_cD is None else given_cD.requires_grad_()
-            work.out = self._run(work, temperature)
+            work.out = self._run(work, temperature, last=links.after is None)
             if links.after is None:
                 work.out, report = self._loss_of(work.microbatch, self._predicted(work, work.out), loss)
                 reports.append(report)
@@ -128,7 +141,7 @@ class PipelineModel(MeshModel):
             grad_cD = links.exchange(
                 to=links.after, sent_cD=works[index].out, of=links.after, tokens=self._tokens(waiting[0])
             )
-            sent_cD = _backward(waiting.popleft(), grad_cD)
+            sent_cD = run_backward(waiting.popleft(), grad_cD)
             further = index + 1 < len(works)
             given_cD = links.exchange(
                 to=links.before,
@@ -138,18 +151,27 @@ class PipelineModel(MeshModel):
             )
         while waiting:
             grad_cD = links.exchange(of=links.after, tokens=self._tokens(waiting[0]))
-            links.exchange(to=links.before, sent_cD=_backward(waiting.popleft(), grad_cD))
+            links.exchange(to=links.before, sent_cD=run_backward(waiting.popleft(), grad_cD))
         return reports
 
     def _begin(self, microbatch: Samples | None) -> Pass:
         return Pass(microbatch, *self._send(microbatch or NOTHING))
 
-    def _run(self, work: Pass, temperature: float) -> Tensor:
-        """This stage's hidden states [c, D], or, at the last, what the head says [K, n]."""
-        last = self.mesh.place["pp"] == self.mesh.size("pp") - 1
+    def _run(
+        self, work: Pass, temperature: float, *, last: bool, within: AbstractContextManager[None] | None = None
+    ) -> Tensor:
+        """A stage's hidden states [c, D], or, at the last of all, what the head says [K, n].
+
+        Args:
+            work: to compute.
+            temperature: of the log-probs.
+            last: whether the stage is the last of all.
+            within: that the layers compute in.
+        """
 
         def run() -> Tensor:
-            hidden_1cD = self._hidden(work.moved, work.computed, work.given_cD)
+            with within or nullcontext():
+                hidden_1cD = self._hidden(work.moved, work.computed, work.given_cD)
             return self._judge(hidden_1cD[0], work.moved, work.computed, temperature) if last else hidden_1cD
 
         return self.root(run) if last else self.root(run)[0]
@@ -191,7 +213,7 @@ class HeadElsewhere:
     gradient_total: None = None
 
 
-def _backward(work: Pass, grad_cD: Tensor | None) -> Tensor | None:
+def run_backward(work: Pass, grad_cD: Tensor | None) -> Tensor | None:
     """Gradient of what the stage before sent; the pass's activations are freed."""
     if grad_cD is None:
         work.out.backward()

@@ -73,7 +73,6 @@ HARMLESS: tuple[tuple[str, str], ...] = (
     ("*.forward_only", "it follows from the role"),
     ("*.turbo_config.*", "it is about how layers are cut, moved and recomputed by another engine"),
     ("*.router_replay.*_file", "experts are not replayed"),
-    ("*.megatron.virtual_pipeline_model_parallel_size", "it is about the order of stages in time"),
     ("*.megatron.sequence_parallel", "it is about where activations are within a tensor-parallel group"),
     ("*.megatron.use_distributed_optimizer", "the optimizer's state is cut as parallel.* says"),
     ("*.megatron.use_megatron_fsdp", "training is FSDP2"),

@@ -21,6 +21,7 @@ class Names:
     fsdp_size: str = ""
     tensor: str = ""
     pipeline: str = ""
+    stages_per_device: str = ""
     sequence: str = ""
     experts: tuple[str, ...] = ()
 
@@ -45,6 +46,7 @@ ENGINES = {
         block="megatron",
         tensor="megatron.tensor_model_parallel_size",
         pipeline="megatron.pipeline_model_parallel_size",
+        stages_per_device="megatron.virtual_pipeline_model_parallel_size",
         sequence="megatron.context_parallel_size",
         experts=("megatron.expert_model_parallel_size", "megatron.expert_tensor_parallel_size"),
     ),
@@ -112,7 +114,7 @@ def role_rules(sheet: Sheet, role: str, where: str) -> None:
     strategy = f"{prefix}.strategy"
     sheet.count(f"parallel.{role}", strategy, *(("model_engine",) if role == "actor" else ()))
     _size(sheet, role, names)
-    for cut in ("tensor", "pipeline", "sequence"):
+    for cut in ("tensor", "pipeline", "stages_per_device", "sequence"):
         _cut(sheet, role, cut, getattr(names, cut), engine)
     for name in names.experts:
         expert_rule(sheet, f"{prefix}.{name}")

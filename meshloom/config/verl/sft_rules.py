@@ -9,7 +9,7 @@ from meshloom.config.verl.parallel_rules import ENGINES, Names, expert_rule
 from meshloom.config.verl.sheet import Sheet
 from meshloom.config.verl.trainer_rules import known_steps, trainer_rules
 
-_CUTS = ("fsdp_size", "tensor", "pipeline", "sequence")
+_CUTS = ("fsdp_size", "tensor", "pipeline", "stages_per_device", "sequence")
 
 
 def sft_rules(sheet: Sheet, num_rows: int | None, where: str) -> None:
