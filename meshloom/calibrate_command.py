@@ -32,7 +32,9 @@ the start does not count. Runs of several sizes, lengths and numbers of sequence
 
 def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folders of finished training runs")
+    parser.add_argument(
+        "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folders of finished runs of train and sft"
+    )
     parser.add_argument("--write", dest="write_to", type=Path, metavar="FILE", help="write the constants to this file")
     parser.add_argument("--device-kind", metavar="h200", help="what the devices were (default: as the run noted)")
     parser.add_argument("--constants", type=Path, metavar="FILE", help="begin with these constants")

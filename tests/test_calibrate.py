@@ -11,7 +11,7 @@ import pytest
 from meshloom.cli import main
 from meshloom.config.errors import UserError
 from meshloom.config.load import dump_yaml, load_settings
-from meshloom.config.settings import SftSettings, TrainSettings
+from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.observe.measured_run import read_measured_run
 from meshloom.plan.calibration import BESIDE, MeasuredRun, Seen, calibrate, compare
 from meshloom.plan.constants import ASSUMED, NAMES, Cluster, Constants, bounds_of, unit_of
@@ -152,6 +152,30 @@ def test_a_runs_folder_is_read_as_medians_of_its_steps(tmp_path: Path) -> None:
     assert run.cluster.device.name == "H200"
 
 
+def test_a_supervised_run_fits_what_updates_depend_on(tmp_path: Path) -> None:
+    """A folder whose updates took twice what the plan says of them, at the lengths that its samples had."""
+    run = write_run(tmp_path / "a", public(tmp_path, "Qwen2.5-7B"))
+    given = [*GIVEN[:2], f"run_dir={run}", f"model.path={tmp_path / 'Qwen2.5-7B'}", "offload.actor.optimizer=host"]
+    (run / "settings.yaml").write_text(dump_yaml(load_settings(SftSettings, None, given)))
+    said = read_measured_run(run).predicted(Constants())
+    assert {name for name, seconds in said.items() if seconds} == {"update", BESIDE}
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for number, record in enumerate(records):
+        record |= {
+            "kind": "sft",
+            "phases": {"update": 2 * said["update"]},
+            "time": number * (2 * said["update"] + 0.06),
+        }
+        record["metrics"] |= {"prompt_tokens_mean": 34.0, "response_tokens_mean": 500.0, "response_tokens_max": 512.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    measured = read_measured_run(run)
+    assert measured.lengths == Lengths(prompt=34.0, response=500.0, longest=512)
+    found = calibrate([measured])
+    assert ratios(measured, Constants())["update"] == pytest.approx(0.5)
+    assert ratios(measured, found.constants)["update"] == pytest.approx(1, abs=0.05)
+    assert "host_share" in found.fitted and found.constants.host_share < Constants().host_share
+
+
 def test_the_command_writes_constants_that_a_plan_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +216,7 @@ def test_the_documents_have_each_constant_as_it_is() -> None:
         assert f"| `{name}` | {getattr(Constants(), name):.4g} | {unit_of(name)} | {how} |" in text
 
 
-@pytest.mark.parametrize("fault", ["nothing", "sft", "one step", "no device", "no model"])
+@pytest.mark.parametrize("fault", ["nothing", "eval", "one step", "no device", "no model"])
 def test_what_cannot_be_calibrated_is_refused(tmp_path: Path, fault: str) -> None:
     model = public(tmp_path, "Qwen2.5-1.5B")
     run = tmp_path / "a"
@@ -204,9 +228,9 @@ def test_what_cannot_be_calibrated_is_refused(tmp_path: Path, fault: str) -> Non
             run, tmp_path / "gone" if fault == "no model" else model, seconds=(1.0, 1.0)[: 1 + (fault != "one step")]
         )
         words = "there is no model folder"
-    if fault == "sft":
+    if fault == "eval":
         given = ["run_dir=r", f"model.path={model}", "data.train.files=a.jsonl"]
-        (run / "settings.yaml").write_text(dump_yaml(load_settings(SftSettings, None, given)))
+        (run / "settings.yaml").write_text(dump_yaml(load_settings(EvalSettings, None, given)))
         words = "is no run of `meshloom train`"
     elif fault == "one step":
         words = "has no step to be measured"

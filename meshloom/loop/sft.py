@@ -3,6 +3,7 @@
 Owns: the loop and its loss: mean negative log-probability over all response tokens of an update. A step is one update.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -61,6 +62,17 @@ def as_samples(examples: list[Supervised]) -> Samples:
     )
 
 
+def lengths_of(examples: Sequence[Supervised]) -> dict[str, float]:
+    """Tokens of prompts and of what is learned, as a run with rollouts counts them."""
+    learned = [sum(example.mask) for example in examples]
+    total = sum(len(example.ids) for example in examples)
+    return {
+        "prompt_tokens_mean": (total - sum(learned)) / len(examples),
+        "response_tokens_mean": sum(learned) / len(examples),
+        "response_tokens_max": float(max(learned)),
+    }
+
+
 class Boundaries(Protocol):
     """``loop.residents.Residents``, here or on workers."""
 
@@ -97,7 +109,8 @@ class SftProgram:
         """One step: one update."""
         with self.session.clock.phase("update"):
             indices = self.order.take(self.settings.batch.samples_per_update)
-            batch = as_samples([self.examples[i] for i in indices])
+            examples = [self.examples[i] for i in indices]
+            batch = as_samples(examples)
             totals = denominators(batch["mask"], batch.lengths)
             if self.residents is not None:
                 self.residents.enter(Phase.UPDATE, step=self.step + 1)
@@ -112,6 +125,7 @@ class SftProgram:
             "learning_rate": last.learning_rate,
             "tokens_per_second": batch.num_tokens / seconds,
             **self.model.take_utilization(seconds),
+            **lengths_of(examples),
             "epoch": self.order.epoch + self.order.position / self.order.num_prompts,
         }
         self.session.log("sft", metrics, step=self.step)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.config.errors import UserError
+from meshloom.config.kinds import kind_of
 from meshloom.config.load import load_settings
-from meshloom.config.settings import TrainSettings
+from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.observe.records import read_metrics
 from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, SETTINGS_FILE
 from meshloom.plan.calibration import BESIDE, MeasuredRun, Seen
@@ -28,6 +29,7 @@ from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
 from meshloom.plan.parameters import UnknownFamily, count_parameters
 from meshloom.plan.placement import devices_of_machine
+from meshloom.plan.sft_devices import lay_out_sft
 
 MACHINE_KEY = "machine"
 """In the plan's file: what device the run had, ``type`` and ``name``."""
@@ -59,8 +61,8 @@ def read_measured_run(path: str | os.PathLike[str], *, device_kind: str | None =
         skip: steps left out after each start of the run.
 
     Raises:
-        UserError: if the folder is no run of ``meshloom train``, has too few steps, its model is gone, or its devices are not
-            known.
+        UserError: if the folder is no run of ``meshloom train`` or ``meshloom sft``, has too few steps, its model is gone, or
+            its devices are not known.
     """
     folder = Path(path)
     settings, plan = _settings(folder), _plan(folder)
@@ -76,7 +78,8 @@ def read_measured_run(path: str | os.PathLike[str], *, device_kind: str | None =
         model, divisible = count_parameters(model_folder.config), Divisible.of(model_folder.text_config)
     except UnknownFamily as error:
         raise UserError(f"the cost model does not know this model: {error}", where=str(model_folder.path)) from error
-    layout = lay_out(settings, divisible, devices_of_machine()).layout
+    lay = lay_out_sft if isinstance(settings, SftSettings) else lay_out
+    layout = lay(settings, divisible, devices_of_machine()).layout
     return MeasuredRun(
         name=folder.name if folder.name not in ("run", "") else f"{folder.resolve().parent.name}/{folder.name}",
         settings=settings,
@@ -94,17 +97,17 @@ def read_measured_run(path: str | os.PathLike[str], *, device_kind: str | None =
     )
 
 
-def _settings(folder: Path) -> TrainSettings:
+def _settings(folder: Path) -> TrainSettings | SftSettings:
     file = folder / SETTINGS_FILE
     if not file.is_file():
         raise UserError(
             f"{folder} is no run folder: it has no {SETTINGS_FILE}", fix="name the folder of a finished run"
         )
-    try:
-        return load_settings(TrainSettings, file)
-    except UserError as error:
-        what = f"{folder} is no run of `meshloom train`: no other runs can be fitted"
-        raise UserError(what, where=str(file), why=str(error)) from error
+    kind = kind_of(file, ())
+    if kind is EvalSettings:
+        what = f"{folder} is no run of `meshloom train` or `meshloom sft`: no other runs can be fitted"
+        raise UserError(what, where=str(file))
+    return load_settings(kind, file)
 
 
 def _plan(folder: Path) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def _found_free(plan: Mapping[str, Any]) -> int | None:
     return next((line["value"] for line in plan.get("lines", ()) if line["name"] == GPU), None)
 
 
-def _device(folder: Path, settings: TrainSettings, plan: Mapping[str, Any], given: str | None) -> Device:
+def _device(folder: Path, settings: TrainSettings | SftSettings, plan: Mapping[str, Any], given: str | None) -> Device:
     """What the run's devices were: as given, as its settings say, or as it noted."""
     noted = plan.get(MACHINE_KEY, {}).get("name")
     name = given or settings.cluster.device or noted
@@ -129,7 +132,7 @@ def _device(folder: Path, settings: TrainSettings, plan: Mapping[str, Any], give
     return device
 
 
-def _model(folder: Path, settings: TrainSettings) -> ModelFolder:
+def _model(folder: Path, settings: TrainSettings | SftSettings) -> ModelFolder:
     """The run's model, or that of its newest checkpoint if the model is gone."""
     saved = sorted((folder / CHECKPOINTS_FOLDER).glob("*/model/config.json"))
     try:
@@ -149,7 +152,7 @@ def _steps(records: Sequence[Mapping[str, Any]], skip: int) -> Iterator[_Step]:
     number = 0
     for record in records:
         metrics, phases = record["metrics"], record.get("phases", {})
-        if record["kind"] == "train":
+        if record["kind"] in ("train", "sft"):
             number += 1
             if number > skip and before is not None and "response_tokens_mean" in metrics:
                 yield _step(metrics, phases, record["time"] - before)

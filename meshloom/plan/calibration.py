@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshloom.config.settings import TrainSettings
+from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.plan.constants import Cluster, Constants
 from meshloom.plan.fit_constants import Fit, Measurement, fit
 from meshloom.plan.forecast import Forecast, Lengths, forecast
@@ -16,6 +16,7 @@ from meshloom.plan.layout import Layout
 from meshloom.plan.parameters import DecoderNumbers
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import Phase
+from meshloom.plan.sft_outlook import sft_forecast, sft_role
 
 BESIDE = "beside phases"
 """What a step takes that is no phase: rewards, records, packing."""
@@ -68,7 +69,7 @@ class MeasuredRun:
     """
 
     name: str
-    settings: TrainSettings
+    settings: TrainSettings | SftSettings
     model: DecoderNumbers
     adapters: int | None
     layout: Layout
@@ -83,6 +84,10 @@ class MeasuredRun:
 
     def forecast(self, constants: Constants) -> Forecast:
         """What the cost model says of a usual step."""
+        if isinstance(self.settings, SftSettings):
+            found, numbers = self.layout.role(Role.ACTOR), {"recompute": self.recompute, "adapters": self.adapters}
+            role = sft_role(self.settings, found, self.model, **numbers)
+            return sft_forecast(self.settings, self.layout, role, self.lengths, self.cluster, constants)
         return forecast(
             self.settings,
             self.model,
@@ -99,6 +104,8 @@ class MeasuredRun:
         """Seconds of each part of ``PREDICTED`` in a usual step; 0 where there is nothing to do."""
         found = self.forecast(constants)
         seconds = {name: found.seconds(*part) for name, part in _PARTS.items()}
+        if isinstance(self.settings, SftSettings):  # an optimizer that is elsewhere comes and goes in the update
+            seconds["update"] += sum(part.seconds for part in found.offload)
         return {**seconds, BESIDE: constants.beside_phases_s}
 
 
