@@ -19,6 +19,8 @@ from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.forecast import Lengths
+from meshloom.plan.placement import Role
+from meshloom.plan.residency import Phase
 from meshloom.simulate.compare import Comparison, Question, as_json, compare
 from meshloom.simulate.costs import Costs
 from meshloom.simulate.engine import VirtualEngine
@@ -392,3 +394,37 @@ def test_greedy_samples_are_generated_and_not_trained_on(model: Path) -> None:
     assert greedy.tokens_per_second * greedy.step_s == pytest.approx(plain.tokens_per_second * plain.step_s)
     assert greedy.step_s > plain.step_s
     assert greedy.step_s == pytest.approx(greedy.plan_step_s, rel=0.03)
+
+
+CRITIC = (*SPLIT, "algorithm.advantage=gae", "placement.critic=[0-1]")
+
+
+def test_steps_of_a_critic_that_warms_up_are_told_apart(model: Path) -> None:
+    """They lack the actor's update, and the steps after them take what they do without a warm-up."""
+    question = Question(steps=3, lags=(0,), rollout_devices=())
+    both = [compare(settings(model, *CRITIC, f"critic.warmup_steps={steps}"), question) for steps in (0, 4)]
+    plain, warm = (comparison.found[0][1] for comparison in both)
+    assert plain is not None and warm is not None and warm.warmup_step_s is not None
+    assert plain.warmup_step_s is None
+    assert warm.step_s == pytest.approx(plain.step_s, rel=1e-3)
+    update = costs_of(settings(model, *CRITIC)).expected.seconds(Role.ACTOR, Phase.UPDATE)
+    assert update > 0.05 * warm.step_s
+    assert warm.step_s - warm.warmup_step_s == pytest.approx(update, rel=0.05)
+    assert as_json(both[1])["variants"][0]["outcome"]["warmup_step_s"] == warm.warmup_step_s
+    endless = compare(settings(model, *CRITIC, "critic.warmup_steps=1000000"), question).found[0][1]
+    assert endless is not None and endless.warmup_step_s == pytest.approx(warm.warmup_step_s, rel=0.02)
+
+
+def test_a_critic_that_warms_up_makes_no_version(model: Path) -> None:
+    """As in the loop that trains: samples that were begun ahead are as new as the weights until the actor learns."""
+    costs = costs_of(settings(model, *CRITIC, "algorithm.max_lag_versions=1", "critic.warmup_steps=3"))
+    lengths = LengthSource(0, 8, 1024, 128, parse_distribution("fixed:64", ""), parse_distribution("0", ""))
+    engine = VirtualEngine(costs.speed, 6, lengths, deadline_s=1e9, workers=1, in_flight=False)
+    stage = VirtualStage(costs, engine, 1, {}, until=5, warmup_steps=costs.warmup_steps)
+    control = control_of(costs, stage, 10)
+    control.run()
+    assert (control.step, control.version) == (5, 2)
+    of_step = 64 * 8
+    assert stage.counts.lags == {0: 4 * of_step, 1: of_step}
+    worked = stage.counts.worked_s
+    assert 0 < worked["actor"] < worked["critic"]

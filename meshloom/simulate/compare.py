@@ -237,6 +237,12 @@ def _remarks(comparison: Comparison) -> list[Text]:
         (variant, outcome) for variant, outcome in comparison.found if outcome is not None and outcome.rounds != 1
     ]
     lines += [f"{variant.name}: {outcome.rounds:.2f} rounds of generation a step" for variant, outcome in rounds]
+    lines += [
+        f"{variant.name}: {outcome.warmup_step_s:,.2f} s a step before, while the critic alone learns "
+        f"(critic.warmup_steps={variant.look.settings.critic.warmup_steps})"
+        for variant, outcome in comparison.found
+        if outcome is not None and outcome.warmup_step_s is not None
+    ]
     given_up = [(variant, outcome) for variant, outcome in comparison.found if outcome is not None and outcome.dropped]
     lines += [
         f"{variant.name}: {outcome.dropped} groups missed rollout.deadline_s twice" for variant, outcome in given_up

@@ -68,7 +68,7 @@ class Costs:
     engine: EngineRole
     replicas: int
     expected: Forecast
-    _known: dict[tuple[Phase, Work], Spent] = field(default_factory=dict)
+    _known: dict[tuple[Phase, Work, tuple[Role, ...]], Spent] = field(default_factory=dict)
 
     @classmethod
     def of(cls, look: Look, lengths: Lengths) -> "Costs | None":
@@ -138,10 +138,16 @@ class Costs:
         work = work_of(groups)
         return self._passes(Phase.LOGPROB, work) + self._passes(Phase.VALUES, work)
 
-    def learning(self, groups: list[Made]) -> Spent:
-        """The updates of a step."""
+    def learning(self, groups: list[Made], *, only_critic: bool = False) -> Spent:
+        """The updates of a step: of all that learn, or of the critic, which learns alone while it warms up."""
         work, epochs = work_of(groups), self.settings.batch.epochs_per_step
-        return self._passes(Phase.UPDATE, Work(work.tokens * epochs, work.predictions * epochs, work.pairs * epochs))
+        passes = Work(work.tokens * epochs, work.predictions * epochs, work.pairs * epochs)
+        return self._passes(Phase.UPDATE, passes, (Role.CRITIC,) if only_critic else None)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the run's beginning in which the critic alone learns, and no version of the weights is made."""
+        return self.settings.critic.warmup_steps if Role.CRITIC in self.models else 0
 
     @cached_property
     def sync_s(self) -> float:
@@ -154,16 +160,17 @@ class Costs:
         """Seconds of a step beside its phases: records, packing, what offload moves."""
         return self.constants.beside_phases_s + sum(part.seconds for part in self.expected.offload)
 
-    def _passes(self, phase: Phase, work: Work) -> Spent:
-        """Of all roles in a phase; steps of the same lengths are counted once."""
-        found = self._known.get((phase, work))
+    def _passes(self, phase: Phase, work: Work, only: tuple[Role, ...] | None = None) -> Spent:
+        """Of all roles in a phase, or of some; steps of the same lengths are counted once."""
+        roles = tuple(self.models) if only is None else only
+        found = self._known.get((phase, work, roles))
         if found is None:
-            found = self._known[phase, work] = self._price(phase, work)
+            found = self._known[phase, work, roles] = self._price(phase, work, roles)
         return found
 
-    def _price(self, phase: Phase, work: Work) -> Spent:
+    def _price(self, phase: Phase, work: Work, roles: tuple[Role, ...]) -> Spent:
         seconds: dict[str, float] = {}
-        for role in self.models.values():
+        for role in map(self.models.__getitem__, roles):
             if phase not in role.computes:
                 continue
             if phase is Phase.UPDATE:

@@ -1,7 +1,8 @@
 """What a simulated run came to.
 
 Owns: the record of one variant, and running one. Refuses to know: how variants are chosen or shown. Always holds: numbers are
-of steps in the middle of the run, when rollouts are as far ahead as they will be.
+of steps in the middle of the run, when rollouts are as far ahead as they will be and all that learn do; those of a critic that
+warms up come before and are told apart.
 """
 
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ class Outcome:
         dropped: groups that were given up.
         rounds: of generation a step takes.
         plan_step_s: that the plan says of a step of mean lengths.
+        warmup_step_s: of the steps before, in which the critic alone learns, on average; none where there are none.
     """
 
     step_s: float
@@ -65,13 +67,16 @@ class Outcome:
     dropped: int
     rounds: float
     plan_step_s: float
+    warmup_step_s: float | None = None
 
 
 def simulate(costs: Costs, lengths: LengthSource, options: Options) -> Outcome:
     """Run the control loop on virtual devices."""
     settings = costs.settings
     ahead = steps_ahead(settings)
-    first = 1 + ahead
+    # All steps of a long warm-up are alike.
+    warmup = min(costs.warmup_steps, 1 + ahead + options.steps)
+    first = warmup + 1 + ahead
     last = first + options.steps
     engine = VirtualEngine(
         costs.speed,
@@ -82,7 +87,7 @@ def simulate(costs: Costs, lengths: LengthSource, options: Options) -> Outcome:
         in_flight=options.in_flight,
     )
     marks: dict[int, Mark | None] = {first: None, last: None}
-    stage = VirtualStage(costs, engine, most_updates(settings.batch), marks, last)
+    stage = VirtualStage(costs, engine, most_updates(settings.batch), marks, last, warmup)
     control = control_of(costs, stage, last + 1 + ahead)
     control.run()
     begun, ended = marks[first], marks[last]
@@ -91,7 +96,8 @@ def simulate(costs: Costs, lengths: LengthSource, options: Options) -> Outcome:
     ends = stage.ends[first - 1 : last]
     slowest = max(after - before for before, after in zip(ends, ends[1:], strict=False))
     counts = ended.counts.since(begun.counts)
-    return _outcome(costs, options, counts, ended.now - begun.now, slowest)
+    found = _outcome(costs, options, counts, ended.now - begun.now, slowest)
+    return replace(found, warmup_step_s=stage.ends[warmup - 1] / warmup) if warmup else found
 
 
 def control_of(costs: Costs, stage: VirtualStage, steps: int) -> ControlLoop:

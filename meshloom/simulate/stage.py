@@ -100,6 +100,7 @@ class VirtualStage:
         updates_per_step: versions that a step makes.
         marks: takes the counts at the end of the steps that it names.
         until: steps after which the run shall stop.
+        warmup_steps: in which the critic alone learns.
     """
 
     costs: Costs
@@ -107,6 +108,7 @@ class VirtualStage:
     updates_per_step: int
     marks: dict[int, Mark | None]
     until: int
+    warmup_steps: int = 0
     now: float = 0.0
     step: int = 0
     ends: list[float] = field(default_factory=list)
@@ -130,8 +132,9 @@ class VirtualStage:
             self.counts.response_tokens += sum(made.drawn.trained)
             self.counts.tokens += made.drawn.prompt + sum(made.drawn.trained)
             self.counts.samples += len(made.versions)
-        self._spend(self.costs.learning(batch))
-        return Updates(self.updates_per_step)
+        is_warming_up = self.step < self.warmup_steps
+        self._spend(self.costs.learning(batch, only_critic=is_warming_up))
+        return Updates(0 if is_warming_up else self.updates_per_step)
 
     def sync(self, version: int) -> None:
         """Weights move as soon as the engine lets them in; training waits for that."""
