@@ -162,7 +162,7 @@ def children_that_run(module):
     found = set()
     for process in psutil.Process().children():
         with suppress(psutil.Error):  # it has just ended
-            if f"meshloom.rewards.{module}" in " ".join(process.cmdline()):
+            if f"meshloom.{module} import" in " ".join(process.cmdline()):
                 found.add(process)
     return found
 
@@ -272,9 +272,9 @@ def test_a_thread_left_behind_that_ends_the_process_is_not_charged_to_later_samp
 
 
 def test_a_worker_that_died_while_it_waited_costs_no_sample(functions):
-    before = children_that_run("worker")
+    before = children_that_run("rewards.worker")
     with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=20)) as single:
-        (worker,) = children_that_run("worker") - before
+        (worker,) = children_that_run("rewards.worker") - before
         worker.kill()
         assert until(lambda: not is_alive(worker))
         assert [r.value for r in single.score([ask("value:1"), ask("value:2")])] == [1, 2]
@@ -366,12 +366,12 @@ def test_nothing_outlives_a_controller_that_is_killed(functions, busy):
 
 
 def test_a_guardian_that_was_killed_comes_back(functions):
-    before = children_that_run("guardian")
+    before = children_that_run("killable.guardian")
     with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=20)) as single:
-        (first,) = children_that_run("guardian") - before
+        (first,) = children_that_run("killable.guardian") - before
         first.kill()
         assert [r.valid for r in single.score([ask("os exit"), ask("value:1")])] == [False, True]
-        (second,) = children_that_run("guardian") - before
+        (second,) = children_that_run("killable.guardian") - before
         assert second != first
 
 

@@ -17,7 +17,6 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 from meshloom.config.episode_settings import EnvironmentSettings
@@ -26,10 +25,8 @@ from meshloom.environments.protocol import Answer, Fault, FaultReason, Task, Too
 from meshloom.environments.tools import failed
 from meshloom.environments.user_code import read_code
 from meshloom.environments.worker import WorkerSetup
-from meshloom.rewards.process import Guardian, Worker, WorkerDied, WorkerLate
-
-START_DEADLINE_S = 120.0
-_START_ATTEMPTS = 3
+from meshloom.killable.pool import START_DEADLINE_S, Keeper, Pool
+from meshloom.killable.process import Guardian, Worker, WorkerDied, WorkerLate
 
 Reply = Answer | Fault
 
@@ -38,7 +35,7 @@ class EnvironmentWorker(Worker):
     """A process that environments or tools run in."""
 
     module = "environments.worker"
-    called, setting = "the environment", "environment"
+    called, setting, loading = "the environment", "environment", "while it is loaded"
 
 
 def worker_setup(settings: EnvironmentSettings) -> WorkerSetup:
@@ -105,8 +102,8 @@ class _Call:
     future: "Future[Reply]" = field(default_factory=Future)
 
 
-class EnvironmentPool:
-    """Worker processes of environments. Close it, or use it as a context manager.
+class EnvironmentPool(Pool["_Keeper"]):
+    """Worker processes of environments. Calls without an answer end with a fault when it is closed.
 
     Args:
         settings: what to run, the number of workers and the deadline of a call.
@@ -119,25 +116,25 @@ class EnvironmentPool:
         self.settings = settings
         self.is_tools = bool(settings.tools)
         self._setup = worker_setup(settings)
+        super().__init__()
         self._numbers = count()
-        self._guardian = Guardian()
-        self._closed, self._started = False, threading.Event()
-        self._fault: BaseException | None = None
+        self._closed = False
         self._lock = threading.Lock()
         shared: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._keepers = [
+        keepers = [
             _Keeper(self, shared if self.is_tools else queue.SimpleQueue())
             for _ in range(settings.workers or len(os.sched_getaffinity(0)))
         ]
+        self.start(keepers)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def refuse(self, fault: BaseException | None) -> None:
+        self._closed = True
         for keeper in self._keepers:
-            keeper.start()
-        try:
-            self._started.wait()
-            if self._fault is not None:
-                raise self._fault
-        except BaseException:
-            self.close()
-            raise
+            keeper.queue.put(None)
 
     def open(self) -> Episode:
         """A new episode, in the process that has the fewest."""
@@ -168,23 +165,6 @@ class EnvironmentPool:
             episode.keeper.num_episodes -= 1
         self._submit(episode, "close", None)
 
-    def close(self) -> None:
-        """Kill the workers. Calls without an answer end with a fault. May be called twice."""
-        self._closed = True
-        for keeper in self._keepers:
-            keeper.queue.put(None)
-        for keeper in self._keepers:
-            keeper.join()
-        self._guardian.close()
-
-    def __enter__(self) -> "EnvironmentPool":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _submit(self, episode: Episode, verb: str, argument: Any) -> "Future[Reply]":
         if self._closed:
             raise RuntimeError("the environments are closed") from self._fault
@@ -193,68 +173,33 @@ class EnvironmentPool:
         return call.future
 
     def start_worker(self) -> EnvironmentWorker:
-        """A process that has loaded everything.
-
-        Raises:
-            UserError: if it cannot be loaded.
-        """
-        for attempt in range(1, _START_ATTEMPTS + 1):
-            worker = EnvironmentWorker(self._setup, self._guardian, lambda: self._closed)
-            try:
-                worker.load(START_DEADLINE_S)
-                return worker
-            except WorkerDied as death:
-                worker.kill()
-                if attempt == _START_ATTEMPTS or self._closed:
-                    what = "the process of the environment ends while it is loaded"
-                    raise UserError(what, where="environment", why=str(death)) from death
-            except BaseException:
-                worker.kill()
-                raise
-        raise AssertionError("each attempt returns or raises")
-
-    def report(self, fault: BaseException | None) -> None:
-        """A keeper has its first worker, or has failed; a failure ends the pool."""
-        if fault is not None and not self._closed:
-            self._fault, self._closed = fault, True
-            for keeper in self._keepers:
-                keeper.queue.put(None)
-        self._started.set()
+        """A process that will load everything."""
+        return EnvironmentWorker(self._setup, self._guardian, lambda: self._closed)
 
 
-class _Keeper(threading.Thread):
-    """Keeps one worker process: gives it calls, times them, kills it, replaces it.
+class _Keeper(Keeper[EnvironmentWorker]):
+    """Keeps one worker process: gives it calls, times them, has it killed and replaced.
 
     Args:
         pool: whose it is.
-        queue: where calls come from: its own, or the one all keepers share.
+        calls: where they come from: its own, or the queue that all keepers share.
     """
 
     def __init__(self, pool: EnvironmentPool, calls: "queue.SimpleQueue[_Call | None]") -> None:
-        super().__init__(name="environment-keeper", daemon=True)
+        super().__init__(pool.start_worker, pool.report, lambda: pool.is_closed, name="environment-keeper")
         self.queue, self.num_episodes = calls, 0
-        self._pool, self._deadline_s = pool, pool.settings.step_deadline_s
-        self._worker: EnvironmentWorker | None = None
-        self._process = 0
+        self._is_tools, self._deadline_s = pool.is_tools, pool.settings.step_deadline_s
 
-    def run(self) -> None:
-        try:
-            self._ready()
-            self._pool.report(None)
-            while (call := self.queue.get()) is not None:
-                try:
-                    reply = self._carry_out(call)
-                except BaseException as error:
-                    call.future.set_result(Fault(FaultReason.DIED, str(error)))
-                    raise
-                call.future.set_result(reply)
-        except BaseException as error:  # a thread's end would be silent, and leave its callers waiting
-            self._pool.report(error)
-        finally:
-            self._drop()
-            self._refuse_rest()
+    def work(self) -> None:
+        while (call := self.queue.get()) is not None:
+            try:
+                reply = self._carry_out(call)
+            except BaseException as error:
+                call.future.set_result(Fault(FaultReason.DIED, str(error)))
+                raise
+            call.future.set_result(reply)
 
-    def _refuse_rest(self) -> None:
+    def leave(self) -> None:
         """Calls that nobody will carry out get a fault. What tells other keepers of the end stays for them."""
         ends = 0
         while not self.queue.empty():
@@ -266,32 +211,21 @@ class _Keeper(threading.Thread):
         for _ in range(ends):
             self.queue.put(None)
 
-    def _ready(self) -> EnvironmentWorker:
-        if self._worker is None:
-            self._worker = self._pool.start_worker()
-            self._process += 1
-        return self._worker
-
-    def _drop(self) -> None:
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
-
     def _carry_out(self, call: _Call) -> Reply:
         """A call's reply. A death where others may be to blame is tried again, with this episode alone in a fresh process."""
-        if call.verb == "close" and (self._worker is None or call.episode.process != self._process):
+        if call.verb == "close" and (self._worker is None or call.episode.process != self.num_started):
             return Answer(done=True)  # its environment is gone already
         used = self._worker is not None and self._worker.answered > 0
         reply = self._attempt(call)
         if isinstance(reply, Fault) and reply.reason is FaultReason.DIED and used and call.verb != "close":
             reply = self._attempt(call)
-        if isinstance(reply, Fault) and self._pool.is_tools and reply.reason is not FaultReason.RAISED:
+        if isinstance(reply, Fault) and self._is_tools and reply.reason is not FaultReason.RAISED:
             return failed(reply.detail)
         return reply
 
     def _attempt(self, call: _Call) -> Reply:
-        episode, worker = call.episode, self._ready()
-        if call.verb == "step" and episode.process != self._process:
+        episode, worker = call.episode, self.ready_worker()
+        if call.verb == "step" and episode.process != self.num_started:
             fault = self._repeat(worker, episode)
             if fault is not None:
                 return fault
@@ -300,7 +234,7 @@ class _Keeper(threading.Thread):
         if isinstance(line, Fault):
             return line
         if call.verb in ("reset", "step"):
-            episode.process = self._process
+            episode.process = self.num_started
             episode.told.append((message, line))
         return _reply(line)
 
@@ -311,9 +245,9 @@ class _Keeper(threading.Thread):
             if isinstance(again, Fault):
                 return again
             if again != line:
-                self._drop()
+                self.drop_worker()
                 return Fault(FaultReason.NOT_REPEATABLE, f"{line[:200]!r} became {again[:200]!r}")
-        episode.process = self._process
+        episode.process = self.num_started
         return None
 
     def _ask(self, worker: EnvironmentWorker, message: bytes) -> bytes | Fault:
@@ -321,10 +255,10 @@ class _Keeper(threading.Thread):
             worker.send(message, self._deadline_s)
             line = worker.receive(time.monotonic() + self._deadline_s)
         except WorkerLate:
-            self._drop()
+            self.drop_worker()
             return Fault(FaultReason.DEADLINE, f"no answer after {self._deadline_s:g} s; the process was killed")
         except WorkerDied as death:
-            self._drop()
+            self.drop_worker()
             return Fault(FaultReason.DIED, str(death))
         worker.answered += 1
         return line

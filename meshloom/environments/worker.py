@@ -1,22 +1,17 @@
 """The process that environments and tools run in.
 
 Owns: the objects of episodes, calling them, and turning what they return or raise into one line of JSON. Refuses to know:
-deadlines; whoever holds the other end of the socket kills this process when one has passed. Always holds: one line for each
-call, in order.
+deadlines, sockets (``killable.serving``). Always holds: one line for each call, in order.
 
-Protocol, over one socket: first a setup (a pickled ``WorkerSetup``), answered by one line, ``{}`` or the fields of a
-``UserError``; then calls (pickled ``(verb, episode, argument)``), each answered by one line: ``{"fault": text}`` or the fields
-of an ``Answer``; ``schemas`` is answered by a list. Pickles travel towards the worker only.
+The setup is a ``WorkerSetup``; a message is a call (pickled ``(verb, episode, argument)``), answered by one line:
+``{"fault": text}`` or the fields of an ``Answer``; ``schemas`` is answered by a list.
 """
 
 import asyncio
 import inspect
 import json
 import math
-import os
 import pickle
-import socket
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -28,7 +23,7 @@ from meshloom.environments.adapters import GymEnvironment, ReasoningGym
 from meshloom.environments.protocol import Answer, Message, Observation, Task, Turn
 from meshloom.environments.tools import ToolBox
 from meshloom.environments.user_code import UserCode, load_code, require_call
-from meshloom.rewards.worker import adopt_orphans, receive
+from meshloom.killable import serving
 
 DETAIL_CHARACTERS = 2000
 MAX_LINE_BYTES = 2**20
@@ -63,6 +58,29 @@ class Host:
         self._make = None if settings.tools else _maker(setup)
         self._open: dict[int, Any] = {}
         self._loop = asyncio.new_event_loop()
+
+    def results(self, message: bytes) -> Iterator[Any]:
+        """What a call comes to."""
+        yield self._carry_out(*pickle.loads(message))
+
+    def line(self, result: Any) -> bytes:
+        """The same as it travels; what is no JSON, or too long, is a fault of its episode."""
+        try:
+            line = json.dumps(result, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            line = json.dumps({"fault": f"the observation is no JSON: {error}"}).encode()
+        if len(line) > MAX_LINE_BYTES - 1:
+            text = f"the observation has {len(line):,} bytes, more than {MAX_LINE_BYTES:,}"
+            line = json.dumps({"fault": text}).encode()
+        return line
+
+    def _carry_out(self, verb: str, episode: int, argument: Task | Turn | tuple[str, int] | None) -> Any:
+        try:
+            return self.schemas() if verb == "schemas" else asdict(self.call(verb, episode, argument))
+        except UserError as error:
+            return serving.fields_of(error)
+        except BaseException as error:  # whatever user code raises, SystemExit too, costs its own episode only
+            return {"fault": _bounded(serving.error_text(error))}
 
     def schemas(self) -> list[dict[str, Any]]:
         return [] if self._tools is None else self._tools.schemas()
@@ -173,51 +191,9 @@ def _finite(name: str, value: Any) -> float:
 
 def serve(descriptor: int) -> None:
     """Answer the setup and all calls on a socket until its other end closes."""
-    connection = socket.socket(fileno=descriptor)
-    own = os.getpid()
-    adopt_orphans()
-    setup = receive(connection)
-    if setup is None:
-        return
-    try:
-        host = Host(pickle.loads(setup))
-    except UserError as error:
-        _answer(connection, _fields(error))
-        return
-    _answer(connection, {})
-    while (message := receive(connection)) is not None:
-        answer = _carry_out(host, *pickle.loads(message))
-        if os.getpid() != own:  # a child that user code forked has come back from it
-            os._exit(0)
-        _answer(connection, answer)
+    serving.serve(descriptor, Host)
 
 
-def _carry_out(host: Host, verb: str, episode: int, argument: Task | Turn | tuple[str, int] | None) -> Any:
-    try:
-        return host.schemas() if verb == "schemas" else asdict(host.call(verb, episode, argument))
-    except UserError as error:
-        return _fields(error)
-    except BaseException as error:  # whatever user code raises, SystemExit too, costs its own episode only
-        return {"fault": _describe(error)}
-
-
-def _fields(error: UserError) -> dict[str, str]:
-    return {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
-
-
-def _answer(connection: socket.socket, message: Any) -> None:
-    try:
-        line = json.dumps(message, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        line = json.dumps({"fault": f"the observation is no JSON: {error}"}).encode()
-    if len(line) > MAX_LINE_BYTES - 1:
-        line = json.dumps({"fault": f"the observation has {len(line):,} bytes, more than {MAX_LINE_BYTES:,}"}).encode()
-    connection.sendall(line + b"\n")
-
-
-def _describe(error: BaseException) -> str:
-    """The exception, and the line it comes from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""
-    text = place + "".join(traceback.format_exception_only(error)).strip()
+def _bounded(text: str) -> str:
+    """Text that any file can hold: no lone surrogates, and not too long."""
     return text.encode("utf-8", "backslashreplace").decode()[:DETAIL_CHARACTERS]

@@ -1,8 +1,8 @@
-"""The thread that keeps one worker process: feeds it, times it, kills it, replaces it.
+"""The thread that keeps one worker process: feeds it, times it, has it killed and replaced.
 
-Owns: deadlines, and what a failure costs. Refuses to know: how processes are started or killed. Always holds: a sample's
-time begins when the one before it in the same worker is answered; a sample is charged with a failure only where no other
-one can be to blame; samples that were not reached go back to the front of the queue.
+Owns: deadlines, and what a failure costs. Refuses to know: how processes are started or killed (``killable``). Always holds: a
+sample's time begins when the one before it in the same worker is answered; a sample is charged with a failure only where no
+other one can be to blame; samples that were not reached go back to the front of the queue.
 """
 
 import json
@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
-from meshloom.config.errors import UserError
+from meshloom.killable.pool import START_DEADLINE_S, Keeper
+from meshloom.killable.process import Worker, WorkerDied, WorkerLate
 from meshloom.rewards.outcome import InvalidReason, Reward
-from meshloom.rewards.process import Worker, WorkerDied, WorkerLate
 
 _MAX_BATCH = 64
 _BATCH_S = 0.004
 """A batch holds about as much work as this: cheap samples share a message, slow ones go one by one."""
-_START_ATTEMPTS = 3
 _MAX_LEFTOVERS = 16
 """A worker in which functions left more threads and processes than this is replaced."""
 
@@ -90,7 +89,14 @@ class TaskQueue:
             self._tasks.popleft().future.set_exception(error)
 
 
-class Keeper(threading.Thread):
+class RewardWorker(Worker):
+    """A process that reward functions run in."""
+
+    module = "rewards.worker"
+    called, setting, loading = "the reward function", "reward.function", "while it loads the function"
+
+
+class RewardKeeper(Keeper[RewardWorker]):
     """Keeps one worker until the queue is closed.
 
     Args:
@@ -104,63 +110,26 @@ class Keeper(threading.Thread):
     def __init__(
         self,
         queue: TaskQueue,
-        start: Callable[[], Worker],
+        start: Callable[[], RewardWorker],
         *,
         deadline_s: float,
-        start_deadline_s: float,
+        start_deadline_s: float = START_DEADLINE_S,
         report: Callable[[BaseException | None], None],
     ) -> None:
-        super().__init__(name="reward-keeper", daemon=True)
-        self._queue, self._start, self._report = queue, start, report
-        self._deadline_s, self._start_deadline_s = deadline_s, start_deadline_s
-        self._worker: Worker | None = None
-        self._cost_s = _BATCH_S
+        super().__init__(start, report, lambda: queue.closed, name="reward-keeper", start_deadline_s=start_deadline_s)
+        self._queue, self._deadline_s, self._cost_s = queue, deadline_s, _BATCH_S
 
-    def run(self) -> None:
-        try:
-            self._ready_worker()
-            self._report(None)
-            while tasks := self._queue.take(max(1, min(_MAX_BATCH, int(_BATCH_S / self._cost_s)))):
-                self._serve(tasks)
-        except BaseException as error:  # a thread's end would be silent, and leave its callers waiting
-            self._report(error)
-        finally:
-            self._drop_worker()
-
-    def _ready_worker(self) -> Worker:
-        """The worker at hand, or a fresh one.
-
-        Raises:
-            UserError: if the function cannot be loaded.
-        """
-        attempts = 0
-        while self._worker is None:
-            attempts += 1
-            self._worker = self._start()
-            try:
-                self._worker.load(self._start_deadline_s)
-            except UserError:
-                self._drop_worker()
-                raise
-            except WorkerDied as death:
-                self._drop_worker()
-                if attempts == _START_ATTEMPTS or self._queue.closed:
-                    what = "the process of the reward function ends while it loads the function"
-                    raise UserError(what, where="reward.function", why=str(death)) from death
-        return self._worker
-
-    def _drop_worker(self) -> None:
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
+    def work(self) -> None:
+        while tasks := self._queue.take(max(1, min(_MAX_BATCH, int(_BATCH_S / self._cost_s)))):
+            self._serve(tasks)
 
     def _serve(self, tasks: list[Task]) -> None:
         """Score a batch, or as much of it as the worker survives."""
         if tasks[0].alone and self._worker is not None and self._worker.answered:
-            self._drop_worker()
+            self.drop_worker()
         done, sent = 0, False
         try:
-            worker = self._ready_worker()
+            worker = self.ready_worker()
             worker.send(pickle.dumps([task.request for task in tasks]), self._deadline_s)
             sent = True
             for task in tasks:
@@ -180,7 +149,7 @@ class Keeper(threading.Thread):
             raise
         else:
             if worker.leftovers > _MAX_LEFTOVERS:
-                self._drop_worker()
+                self.drop_worker()
 
     def _fail(self, tasks: list[Task], reason: InvalidReason, detail: str, sent: bool) -> None:
         """The worker failed at the first of ``tasks``: charge it, or try it again alone where others may be to blame."""
@@ -193,7 +162,7 @@ class Keeper(threading.Thread):
             self._queue.put_back(tasks[1:])
             tasks[0].future.set_result(Reward(value=None, reason=reason, detail=detail))
         self._cost_s = _BATCH_S
-        self._drop_worker()
+        self.drop_worker()
 
 
 def _read_answer(line: bytes) -> tuple[Reward, int]:

@@ -11,22 +11,20 @@ from a library.
 
 import os
 import pickle
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from types import TracebackType
 
 from meshloom.config.settings import RewardSettings
+from meshloom.killable.pool import START_DEADLINE_S, Pool
 from meshloom.rewards.function import choose_function
-from meshloom.rewards.keeper import Keeper, Task, TaskQueue
+from meshloom.rewards.keeper import RewardKeeper, RewardWorker, Task, TaskQueue
 from meshloom.rewards.outcome import Reward, RewardRequest
-from meshloom.rewards.process import Guardian, Worker
 
 
-class RewardPool:
-    """Worker processes that score. Close it, or use it as a context manager.
+class RewardPool(Pool[RewardKeeper]):
+    """Worker processes that score. It is ready when the first has loaded the function; the others follow.
 
-    It is ready when the first worker has loaded the function; the others follow.
+    Once it is closed, samples without a reward end with ``CancelledError``.
 
     Args:
         settings: the function, its arguments, the number of workers and the deadline.
@@ -38,34 +36,38 @@ class RewardPool:
     """
 
     def __init__(
-        self, settings: RewardSettings, data_sources: Iterable[str] = (), *, start_deadline_s: float = 120.0
+        self, settings: RewardSettings, data_sources: Iterable[str] = (), *, start_deadline_s: float = START_DEADLINE_S
     ) -> None:
         self.spec = choose_function(settings, data_sources)
         """The function in use."""
+        super().__init__()
         num_workers = settings.workers or len(os.sched_getaffinity(0))
         self._queue = TaskQueue(num_workers)
-        self._guardian = Guardian()
-        self._started = threading.Event()
-        self._fault: BaseException | None = None
-        self._keepers = [
-            Keeper(
-                self._queue,
-                lambda: Worker(self.spec, self._guardian, lambda: self._queue.closed),
-                deadline_s=settings.deadline_s,
-                start_deadline_s=start_deadline_s,
-                report=self._report,
-            )
-            for _ in range(num_workers)
-        ]
-        for keeper in self._keepers:
-            keeper.start()
-        try:
-            self._started.wait()
-            if self._fault is not None:
-                raise self._fault
-        except BaseException:
-            self.close()
-            raise
+
+        def started() -> RewardWorker:
+            return RewardWorker(self.spec, self._guardian, lambda: self.is_closed)
+
+        self.start(
+            [
+                RewardKeeper(
+                    self._queue,
+                    started,
+                    deadline_s=settings.deadline_s,
+                    start_deadline_s=start_deadline_s,
+                    report=self.report,
+                )
+                for _ in range(num_workers)
+            ]
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        return self._queue.closed
+
+    def refuse(self, fault: BaseException | None) -> None:
+        """As ``Pool.refuse``; samples without a reward end with ``CancelledError``, or with what ended the pool."""
+        ended = CancelledError() if fault is None else RuntimeError(f"a reward worker cannot be started: {fault}")
+        self._queue.close(ended)
 
     def submit(self, request: RewardRequest) -> "Future[Reward]":
         """Queue a sample while others run; ``result()`` of what is returned waits for its reward.
@@ -90,25 +92,3 @@ class RewardPool:
         """Score samples and wait for all of them; rewards come in the order of the requests."""
         futures = [self.submit(request) for request in requests]
         return [future.result() for future in futures]
-
-    def close(self) -> None:
-        """Kill the workers; samples without a reward end with ``CancelledError``. May be called twice."""
-        self._queue.close(CancelledError())
-        for keeper in self._keepers:
-            keeper.join()
-        self._guardian.close()
-
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _report(self, fault: BaseException | None) -> None:
-        """A keeper has its first worker, or has failed; a failure ends the pool."""
-        if fault is not None and not self._queue.closed:
-            self._fault = fault
-            self._queue.close(RuntimeError(f"a reward worker cannot be started: {fault}"))
-        self._started.set()

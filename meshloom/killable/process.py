@@ -1,6 +1,6 @@
-"""Starting, hearing and killing the processes that score.
+"""Starting, hearing and killing processes.
 
-Owns: worker processes and the guardian that kills them should this process die. Refuses to know: rewards, queues. Always
+Owns: worker processes and the guardian that kills them should this process die. Refuses to know: what they run, queues. Always
 holds: a killed worker takes its children with it; no worker outlives the controller, however that ends; a worker's output
 goes nowhere; a wait has a deadline.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from meshloom.config.errors import UserError
-from meshloom.rewards.worker import frame
+from meshloom.killable.serving import frame
 
 _START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
@@ -108,7 +108,7 @@ class Guardian:
 
     def _launch(self) -> None:
         read, self._pipe = os.pipe()
-        self._process = _start("rewards.guardian", "guard", read, "guardian")
+        self._process = _start("killable.guardian", "guard", read, "guardian")
         os.close(read)
 
     def watch(self, pid: int, mark: str) -> None:
@@ -140,18 +140,20 @@ class Guardian:
 
 
 class Worker:
-    """One process that scores, from its start to its death.
+    """One process, from its start to its death.
 
     Args:
-        spec: what it loads: the function.
+        spec: what it loads.
         guardian: who kills it when this process dies.
         abandoned: asked during waits; once true, they end as if the worker had died.
     """
 
-    module = "rewards.worker"
+    module: str
     """Whose ``serve`` runs in the process."""
-    called, setting = "the reward function", "reward.function"
-    """What it runs, for errors."""
+    called: str
+    setting: str
+    loading: str
+    """What it runs, the setting that names it, and since when an end is too early, for errors."""
 
     def __init__(self, spec: Any, guardian: Guardian, abandoned: Callable[[], bool] = lambda: False) -> None:
         self._socket, other = socket.socketpair()
@@ -171,7 +173,7 @@ class Worker:
         return self._process.pid
 
     def load(self, deadline_s: float) -> None:
-        """Load the function.
+        """Load what it runs.
 
         Raises:
             UserError: if it cannot be loaded, or not in time.

@@ -7,7 +7,7 @@ pipe closes or the parent changes, every listed process is killed with its child
 import os
 import select
 
-from meshloom.rewards.process import kill_tree
+from meshloom.killable.process import kill_tree
 
 _LOOK_S = 0.5
 """How often it looks for its parent: a child that the controller forked can keep the pipe open after its death."""
