@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor
 from meshloom.config.load import load_settings
 from meshloom.config.settings import TrainSettings
 from meshloom.plan import sharded_memory
+from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.device_checks import lay_out
 from meshloom.plan.forecast import count_roles
-from meshloom.plan.parameters import DecoderNumbers, count_parameters
+from meshloom.plan.parameters import count_parameters
 from meshloom.plan.residency import EVERY, EngineRole, ModelRole, Phase
 from meshloom.plan.sharded_memory import engine_holdings, model_holdings
 from meshloom.plan.shards import Cut

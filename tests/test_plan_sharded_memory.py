@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshloom.plan.parameters import DecoderNumbers, count_parameters
+from meshloom.plan.decoder_numbers import DecoderNumbers
+from meshloom.plan.parameters import count_parameters
 from meshloom.plan.residency import EngineRole, ModelRole, Phase, Residency
 from meshloom.plan.sharded_memory import (
     DeviceLedger,

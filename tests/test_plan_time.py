@@ -11,10 +11,11 @@ import pytest
 
 from meshloom.plan.arithmetic import Work
 from meshloom.plan.constants import ASSUMED, Cluster, Constants, assumptions
+from meshloom.plan.decoder_numbers import DecoderNumbers, Layers
 from meshloom.plan.forecast import Lengths
 from meshloom.plan.hardware import MEASURED_H200, find_device
 from meshloom.plan.ledger import LedgerLine
-from meshloom.plan.parameters import DecoderNumbers, Layers, count_parameters
+from meshloom.plan.parameters import count_parameters
 from meshloom.plan.residency import EngineRole, ModelRole, Move, Phase, Residency
 from meshloom.plan.shards import Cut
 from meshloom.plan.time import (

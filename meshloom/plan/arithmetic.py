@@ -12,7 +12,7 @@ sees the other (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, where both 
 
 from dataclasses import dataclass
 
-from meshloom.plan.parameters import DecoderNumbers
+from meshloom.plan.decoder_numbers import DecoderNumbers
 
 
 @dataclass(frozen=True)

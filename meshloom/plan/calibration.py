@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.plan.constants import Cluster, Constants
+from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.fit_constants import Fit, Measurement, fit
 from meshloom.plan.forecast import Forecast, Lengths, forecast
 from meshloom.plan.layout import Layout
-from meshloom.plan.parameters import DecoderNumbers
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import Phase
 from meshloom.plan.sft_outlook import sft_forecast, sft_role

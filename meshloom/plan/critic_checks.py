@@ -14,9 +14,10 @@ from meshloom.config.critic_settings import CriticSettings
 from meshloom.config.errors import UserError
 from meshloom.config.names import VALUE_ADVANTAGES
 from meshloom.config.settings import TrainSettings
+from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.ledger import longest_sample_tokens, train_steps
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
-from meshloom.plan.parameters import DecoderNumbers, UnknownFamily, count_parameters
+from meshloom.plan.parameters import UnknownFamily, count_parameters
 from meshloom.plan.placement import has_critic
 from meshloom.plan.scalar_head import has_scalar_head
 

@@ -7,10 +7,11 @@ of a vocabulary; of what lives only while a role computes, the larger of actor a
 from dataclasses import replace
 
 from meshloom.config.settings import TrainSettings
+from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.ledger import most_computed_tokens, most_microbatch_tokens
 from meshloom.plan.memory_lines import MemoryLines, checkpoint_bytes_each
 from meshloom.plan.model_folder import ModelFolder
-from meshloom.plan.parameters import DecoderNumbers, count_parameters
+from meshloom.plan.parameters import count_parameters
 from meshloom.plan.residency import ModelRole, Phase
 from meshloom.plan.scalar_head import SCORE
 from meshloom.plan.sharded_memory import FLOAT32, model_holdings

@@ -15,13 +15,13 @@ from itertools import chain
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.checks import check_settings
 from meshloom.plan.constants import Cluster, Constants
+from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.device_checks import lay_out
 from meshloom.plan.faults import Change, overrides, with_values
 from meshloom.plan.forecast import Forecast, Group, count_roles, device_groups, forecast
 from meshloom.plan.hardware import DEVICES, Device
 from meshloom.plan.layout import Layout
 from meshloom.plan.meshes import Divisible
-from meshloom.plan.parameters import DecoderNumbers
 from meshloom.plan.placement import Role, placements
 from meshloom.plan.residency import EngineRole, Phase, Residency
 from meshloom.plan.savings import Step, more_devices, responses, steps

@@ -12,11 +12,11 @@ from types import MappingProxyType
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.arithmetic import Work
 from meshloom.plan.constants import Cluster, Constants, assumptions
+from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.generated import in_rounds, prompts_at_once, samples_each
 from meshloom.plan.lag import runs_ahead
 from meshloom.plan.layout import Layout, share_devices
 from meshloom.plan.ledger import DERIVED, LedgerLine
-from meshloom.plan.parameters import DecoderNumbers
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import EngineRole, Holding, ModelRole, Phase
 from meshloom.plan.reward_memory import reward_holdings, with_rewards

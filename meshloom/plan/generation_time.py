@@ -11,7 +11,7 @@ training pass, once each; those of later turns as far as they did not stay in th
 from dataclasses import dataclass
 
 from meshloom.plan.constants import Cluster, Constants
-from meshloom.plan.parameters import DecoderNumbers
+from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.residency import EngineRole, Phase
 from meshloom.plan.seconds import PhaseTime, Seconds
 from meshloom.plan.shards import cached_values

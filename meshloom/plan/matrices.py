@@ -7,7 +7,7 @@ names is what adapters attach to in the model itself (a test compares them), for
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshloom.plan.parameters import DecoderNumbers, Layer
+from meshloom.plan.decoder_numbers import DecoderNumbers, Layer
 
 Shape = tuple[int, int]
 _EXPERTS = {

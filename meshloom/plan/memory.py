@@ -23,6 +23,7 @@ from pathlib import Path
 from meshloom.config.settings import EvalSettings, KlPlace, SftSettings, TrainSettings
 from meshloom.plan.compute import compiles, logits_chunk_bytes
 from meshloom.plan.critic_memory import critic_lines
+from meshloom.plan.decoder_numbers import DecoderNumbers, Layer, Layers
 from meshloom.plan.ledger import (
     DERIVED,
     LedgerLine,
@@ -32,7 +33,7 @@ from meshloom.plan.ledger import (
 )
 from meshloom.plan.memory_lines import BOTH, MemoryLines, checkpoint_bytes_each
 from meshloom.plan.model_folder import ModelFolder
-from meshloom.plan.parameters import DecoderNumbers, Layer, Layers, UnknownFamily, count_parameters
+from meshloom.plan.parameters import UnknownFamily, count_parameters
 from meshloom.plan.reference import has_own_reference
 from meshloom.plan.residency import EngineRole, ModelRole, Phase
 from meshloom.plan.sharded_memory import FLOAT32, engine_holdings, model_holdings

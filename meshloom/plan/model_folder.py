@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.config.errors import UserError
+from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.matrices import linear_matrices
 from meshloom.plan.model_config import require_config
-from meshloom.plan.parameters import DecoderNumbers, UnknownFamily, count_parameters
+from meshloom.plan.parameters import UnknownFamily, count_parameters
 
 _HEADER_LIMIT, _SIZE_LIMIT = 100_000_000, 2**48
 _INDEX = "model.safetensors.index.json"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshloom.plan.parameters import DecoderNumbers
+from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.shards import Cut, cached_values
 
 

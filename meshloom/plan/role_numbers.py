@@ -9,11 +9,11 @@ from dataclasses import replace
 from meshloom.config.cluster_settings import RoleOffloadSettings
 from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.plan.compute import compiles, logits_chunk_bytes
+from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.generated import prompts_at_once, samples_each
 from meshloom.plan.layout import Layout, RoleLayout, share_devices
 from meshloom.plan.ledger import longest_sample_tokens, most_computed_tokens, most_microbatches, samples_per_update
 from meshloom.plan.memory import compute_bytes, on_gpu
-from meshloom.plan.parameters import DecoderNumbers
 from meshloom.plan.placement import PHASES, Role
 from meshloom.plan.reference import has_own_reference, refreshes
 from meshloom.plan.residency import EngineRole, ModelRole, Phase, Residency

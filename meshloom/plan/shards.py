@@ -14,7 +14,7 @@ sequence need the same weights.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshloom.plan.parameters import DecoderNumbers, Layer, Layers
+from meshloom.plan.decoder_numbers import DecoderNumbers, Layer, Layers
 
 
 def ceil_div(number: int, parts: int) -> int:
