@@ -4,7 +4,7 @@ Owns: putting ledgers and checks together. Refuses to know: how anything is exec
 device is touched, no weight is read; what is wrong is collected, not raised, until ``require`` is called.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,56 +128,28 @@ def build_plan(
             overlong ones are dropped; none if not known yet.
         device_memory: bytes free on the GPU, before the run takes any; none if it was not asked.
     """
-    device_memory, recompute = (
-        settings.device_memory_bytes or device_memory,
-        settings.model.gradient_checkpointing is True,
-    )
     folder, unread = _read_model(settings)
-    layout: Layout | None = None
-    together: tuple[str, ...] = ()
-    over_devices: tuple[LedgerLine, ...] = ()
-    outlook: Outlook | None = None
-    if isinstance(settings, TrainSettings):
+    device_memory = settings.device_memory_bytes or device_memory
+    if not isinstance(settings, EvalSettings):
         settings = with_device_kind(settings, device_memory)
         device_memory = settings.device_memory_bytes or device_memory
-        settings, layout, together, over_devices, found = _lay_out(settings, folder, num_prompts)
-    elif isinstance(settings, SftSettings):
-        settings = with_device_kind(settings, device_memory)
-        device_memory = settings.device_memory_bytes or device_memory
-        layout, over_devices, found = _lay_out_sft(settings, folder, num_prompts)
-    else:
-        found = check_settings(settings, num_prompts)
+    laid_out = _lay_out(settings, folder, num_prompts)
+    settings, found, outlook = laid_out.settings, laid_out.found, None
     check_engine_settings(found, settings)
-    if isinstance(settings, TrainSettings):
-        check_groups(found, settings)
-        check_reference(found, settings)
-    critic = critic_folder(found, settings, folder) if isinstance(settings, TrainSettings) else None
-    batch = [line for line in batch_ledger(settings, num_prompts) if not over_devices or line.name != MICROBATCHES]
-    chosen: Iterable[LedgerLine] = ()
-    if isinstance(settings, TrainSettings):
-        chosen = algorithm_lines(settings)
-        batch += generation_lines(settings)
-        if (reference := reference_line(settings)) is not None:
-            batch.append(reference)
-    lines = [*check_inputs(found, settings), *chosen, *batch, *over_devices]
+    critic = _check_roles(found, settings, folder)
+    lines = [*check_inputs(found, settings), *_batch_lines(settings, num_prompts, laid_out)]
+    recompute = settings.model.gradient_checkpointing is True
     if unread is not None:
         found.refuse("M001", "model.path", unread.what, why=unread.why, fix=unread.fix)
     if folder is not None:
-        _note_weights(found, folder)
-        _check_adapters(found, settings, folder)
-        _check_positions(found, settings, folder)
+        _check_model(found, settings, folder)
         try:
             lines += _compute_lines(found, settings, folder)
-            more, recompute, outlook = _memory_and_time(found, settings, layout, folder, critic, device_memory)
+            more, recompute, outlook = _memory_and_time(found, settings, laid_out.layout, folder, critic, device_memory)
             lines += more
         except UnknownShape as error:
             found.warn("M002", "model.path", f"the plan has no memory ledger: {error}")
-    if isinstance(settings, EvalSettings):
-        kind, steps = "eval", None
-    elif isinstance(settings, SftSettings):
-        kind, steps = "sft", sft_steps(settings, num_prompts)
-    else:
-        kind, steps = "train", train_steps(settings, num_prompts)
+    kind, steps = _kind_and_steps(settings, num_prompts)
     return Plan(
         title=f"{kind} {settings.run_dir}",
         lines=tuple(lines),
@@ -185,38 +157,93 @@ def build_plan(
         warnings=tuple(found.warnings),
         steps=steps,
         recompute=recompute,
-        layout=None if layout is not None and kind == "sft" and layout.topology.num_devices == 1 else layout,
-        together=together,
+        layout=None if kind == "sft" and not laid_out.is_spread else laid_out.layout,
+        together=laid_out.together,
         outlook=outlook,
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _LaidOut:
+    """A run on its devices, and what is wrong so far.
+
+    Args:
+        settings: with what the device map says.
+        found: what is wrong.
+        layout: of the roles; none for an evaluation.
+        together: changes that end all faults of devices together.
+        lines: the batch over several devices.
+    """
+
+    settings: TrainSettings | SftSettings | EvalSettings
+    found: Findings
+    layout: Layout | None = None
+    together: tuple[str, ...] = ()
+    lines: tuple[LedgerLine, ...] = ()
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the run is on several devices."""
+        return self.layout is not None and self.layout.topology.num_devices > 1
+
+
 def _lay_out(
-    settings: TrainSettings, folder: ModelFolder | None, num_prompts: int | None
-) -> tuple[TrainSettings, Layout, tuple[str, ...], tuple[LedgerLine, ...], Findings]:
-    """The settings with what the device map says, the layout, changes that end its faults together, the batch over devices,
-    and what is wrong so far."""
+    settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder | None, num_prompts: int | None
+) -> _LaidOut:
+    if isinstance(settings, EvalSettings):
+        return _LaidOut(settings=settings, found=check_settings(settings, num_prompts))
     machine, model = devices_of_machine(), None if folder is None else Divisible.of(folder.text_config)
-    laid_out = lay_out(settings, model, machine)
-    found = check_settings(laid_out.settings, num_prompts)
-    together = check_devices(found, laid_out, model, machine, num_prompts)
-    check_device_kind(found, laid_out.settings)
-    several = laid_out.layout.topology.num_devices > 1
-    lines = ledger_over_devices(laid_out.settings, laid_out.layout) if several else ()
-    return laid_out.settings, laid_out.layout, together, lines, found
-
-
-def _lay_out_sft(
-    settings: SftSettings, folder: ModelFolder | None, num_rows: int | None
-) -> tuple[Layout, tuple[LedgerLine, ...], Findings]:
-    """The layout of a supervised run, the batch over several devices, and what is wrong so far."""
-    laid_out = lay_out_sft(settings, None if folder is None else Divisible.of(folder.text_config), devices_of_machine())
-    found = check_settings(settings, num_rows)
-    found.problems += laid_out.problems
-    check_sft_offload(found, settings)
+    if isinstance(settings, SftSettings):
+        of_sft = lay_out_sft(settings, model, machine)
+        found = check_settings(settings, num_prompts)
+        found.problems += of_sft.problems
+        check_sft_offload(found, settings)
+        check_device_kind(found, settings)
+        lines = of_sft.lines if of_sft.layout.topology.num_devices > 1 else ()
+        return _LaidOut(settings=settings, found=found, layout=of_sft.layout, lines=lines)
+    on_devices = lay_out(settings, model, machine)
+    settings, layout = on_devices.settings, on_devices.layout
+    found = check_settings(settings, num_prompts)
+    together = check_devices(found, on_devices, model, machine, num_prompts)
     check_device_kind(found, settings)
-    several = laid_out.layout.topology.num_devices > 1
-    return laid_out.layout, laid_out.lines if several else (), found
+    lines = ledger_over_devices(settings, layout) if layout.topology.num_devices > 1 else ()
+    return _LaidOut(settings=settings, found=found, layout=layout, together=together, lines=lines)
+
+
+def _check_roles(
+    found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder | None
+) -> ModelFolder | None:
+    """Look at the groups, the reference and the critic of a run that has them; the critic's folder."""
+    if not isinstance(settings, TrainSettings):
+        return None
+    check_groups(found, settings)
+    check_reference(found, settings)
+    return critic_folder(found, settings, folder)
+
+
+def _batch_lines(
+    settings: TrainSettings | SftSettings | EvalSettings, num_prompts: int | None, laid_out: _LaidOut
+) -> Iterator[LedgerLine]:
+    """The algorithm and the batch, from prompts to what one device holds at once."""
+    if isinstance(settings, TrainSettings):
+        yield from algorithm_lines(settings)
+    yield from (line for line in batch_ledger(settings, num_prompts) if not laid_out.lines or line.name != MICROBATCHES)
+    if isinstance(settings, TrainSettings):
+        yield from generation_lines(settings)
+        if (reference := reference_line(settings)) is not None:
+            yield reference
+    yield from laid_out.lines
+
+
+def _kind_and_steps(
+    settings: TrainSettings | SftSettings | EvalSettings, num_prompts: int | None
+) -> tuple[str, int | None]:
+    """The command of a run, and its steps where they are known."""
+    if isinstance(settings, EvalSettings):
+        return "eval", None
+    if isinstance(settings, SftSettings):
+        return "sft", sft_steps(settings, num_prompts)
+    return "train", train_steps(settings, num_prompts)
 
 
 def _memory_and_time(
@@ -283,6 +310,13 @@ def _read_model(settings: TrainSettings | SftSettings | EvalSettings) -> tuple[M
         return read_model_folder(Path(settings.model.path), needs_weights=False), None
     except UserError as error:
         return None, error
+
+
+def _check_model(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:
+    """What of a model's folder does not go with the settings."""
+    _note_weights(found, folder)
+    _check_adapters(found, settings, folder)
+    _check_positions(found, settings, folder)
 
 
 def _note_weights(found: Findings, folder: ModelFolder) -> None:

@@ -43,6 +43,11 @@ def cut_of(found: RoleLayout) -> Cut:
     )
 
 
+def samples_per_step(settings: TrainSettings) -> int:
+    """Samples of all prompts of a step."""
+    return settings.batch.prompts_per_step * settings.batch.samples_per_prompt
+
+
 def updates_per_step(settings: TrainSettings) -> int:
     """Optimizer updates of a step, rounded down where they do not come out even."""
     batch = settings.batch
@@ -94,38 +99,21 @@ def model_role(
         apart: whether the engines are on devices of their own.
     """
     gpu, width = on_gpu(settings.device), compute_bytes(settings.model.dtype, settings.device)
-    phases = [Phase(phase) for phase in PHASES[found.role]]
-    if found.role == Role.ACTOR and not computes_logprobs(settings):
-        phases.remove(Phase.LOGPROB)
-    lends = [Phase.SYNC] if Phase.SYNC in phases else []
-    if found.role == Role.ACTOR and refreshes(settings) and Phase.LOGPROB not in phases:
-        lends.append(Phase.LOGPROB)
-    cut, batch, longest = cut_of(found), settings.batch, longest_sample_tokens(settings)
-    is_critic = found.role == Role.CRITIC
-    bound = settings.critic.tokens_per_microbatch if is_critic else None
-    trains = Phase.UPDATE in phases
-    samples = samples_per_update(settings) if trains else batch.prompts_per_step * batch.samples_per_prompt
-    samples = ceil_div(samples, cut.replicas)
-    # Devices that share sequences hold a microbatch's tokens each.
-    tokens = min(
-        (bound or batch.tokens_per_microbatch) * cut.sequence,
-        min(samples, batch.samples_per_microbatch or samples) * longest,
-    )
-    offload: RoleOffloadSettings = {
-        Role.ACTOR: settings.offload.actor,
-        Role.REFERENCE: settings.offload.reference,
-        Role.CRITIC: settings.offload.critic,
-    }[found.role]
+    cut, longest, most_samples = cut_of(found), longest_sample_tokens(settings), settings.batch.samples_per_microbatch
+    computes, lends = _phases(settings, found.role, lends_to_engine=lends_to_engine)
+    samples = ceil_div(_samples_of_pass(settings, found.role), cut.replicas)
+    tokens = _tokens_of_microbatch(settings, found.role, samples=samples, sequence=cut.sequence)
+    offload = _offload(settings, found.role)
     return ModelRole(
         name=str(found.role),
-        model=model.with_scalar_head() if is_critic else model,
+        model=model.with_scalar_head() if found.role == Role.CRITIC else model,
         cut=cut,
-        computes=tuple(phase for phase in phases if phase is not Phase.SYNC),
-        lends=(*lends, Phase.GENERATE) if lends_to_engine else tuple(lends),
+        computes=computes,
+        lends=lends,
         width=width,
         trained=adapters if found.role == Role.ACTOR else None,
         tokens=most_computed_tokens(settings, tokens),
-        microbatches=most_microbatches(samples, longest, tokens, batch.samples_per_microbatch),
+        microbatches=most_microbatches(samples, longest, tokens, most_samples),
         recompute=recompute,
         compiled=compiles(settings.model, gpu=gpu),
         chunk_bytes=logits_chunk_bytes(settings.model, gpu=gpu),
@@ -134,7 +122,7 @@ def model_role(
         apart=apart,
         parameters_at=PLACES[offload.parameters],
         optimizer_at=PLACES[offload.optimizer],
-        kept_tokens=batch.prompts_per_step * batch.samples_per_prompt * longest if over_ranks else 0,
+        kept_tokens=samples_per_step(settings) * longest if over_ranks else 0,
         kept_width=_kept_width(settings, found.role),
         kept_at=Residency.HOST if gpu else Residency.DEVICE,
     )
@@ -147,6 +135,53 @@ def _kept_width(settings: TrainSettings, role: Role) -> int:
         return _READ_BYTES + FLOAT32
     log_probs = 1 + computes_old_logprobs(settings) + (settings.algorithm.kl is not KlPlace.NONE)
     return _READ_BYTES + _VERSION_BYTES + log_probs * FLOAT32
+
+
+def _phases(
+    settings: TrainSettings, role: Role, *, lends_to_engine: bool
+) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
+    """Phases in which a role's model computes, and those in which others read its weights."""
+    phases = [Phase(phase) for phase in PHASES[role]]
+    if role == Role.ACTOR and not computes_logprobs(settings):
+        phases.remove(Phase.LOGPROB)
+    lends = [Phase.SYNC] if Phase.SYNC in phases else []
+    if role == Role.ACTOR and refreshes(settings) and Phase.LOGPROB not in phases:
+        lends.append(Phase.LOGPROB)
+    if lends_to_engine:
+        lends.append(Phase.GENERATE)
+    return tuple(phase for phase in phases if phase is not Phase.SYNC), tuple(lends)
+
+
+def _samples_of_pass(settings: TrainSettings, role: Role) -> int:
+    """Samples that a role's model sees at once: those of an update where it learns, else those of a step."""
+    if Phase.UPDATE in PHASES[role]:
+        return samples_per_update(settings)
+    return samples_per_step(settings)
+
+
+def _tokens_of_microbatch(settings: TrainSettings, role: Role, *, samples: int, sequence: int) -> int:
+    """Most tokens of a microbatch.
+
+    Args:
+        settings: of the run.
+        role: whose microbatch it is.
+        samples: of a pass, on one replica.
+        sequence: devices that share sequences; they hold a microbatch's tokens each.
+    """
+    batch = settings.batch
+    bound = settings.critic.tokens_per_microbatch if role == Role.CRITIC else None
+    together = min(samples, batch.samples_per_microbatch or samples) * longest_sample_tokens(settings)
+    return min((bound or batch.tokens_per_microbatch) * sequence, together)
+
+
+def _offload(settings: TrainSettings, role: Role) -> RoleOffloadSettings:
+    """What of a role's model leaves its devices between phases."""
+    of_roles: dict[Role, RoleOffloadSettings] = {
+        Role.ACTOR: settings.offload.actor,
+        Role.REFERENCE: settings.offload.reference,
+        Role.CRITIC: settings.offload.critic,
+    }
+    return of_roles[role]
 
 
 def engine_owns_weights(settings: TrainSettings, layout: Layout) -> bool:

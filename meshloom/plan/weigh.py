@@ -1,14 +1,14 @@
 """What an arrangement takes, by the cost model of the plan, and the budget of memory that suits it best.
 
-Owns: seconds and room of an arrangement, bounds on its seconds that cost little, and the choice of its budget. Refuses to
-know: which arrangements there are. Always holds: what is said of a budget is what the plan forecasts of those settings; a
-bound is never above what is forecast.
+Owns: the room of an arrangement, bounds on its seconds that cost little, and the choice of its budget. Refuses to know: which
+arrangements there are, how seconds are counted (``plan.weigh_times``). Always holds: what is said of a budget is what the plan
+forecasts of those settings; a bound is never above what is forecast.
 
 A microbatch is as large as it fits, since larger ones never take longer; but pipeline stages stand empty the longer the fewer
 microbatches there are: there smaller ones are tried too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import ceil, floor, inf
@@ -20,14 +20,9 @@ from meshloom.plan.constants import Cluster
 from meshloom.plan.faults import Change, with_values
 from meshloom.plan.fitting import GIB, Case
 from meshloom.plan.forecast import (
-    Lengths,
-    Roles,
-    count_roles,
     device_groups,
     forecast,
-    phase_times,
     share_devices,
-    step_of,
 )
 from meshloom.plan.headroom import FRAGMENTS
 from meshloom.plan.ledger import longest_sample_tokens
@@ -35,9 +30,10 @@ from meshloom.plan.memory import on_gpu
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import EngineRole, Phase
 from meshloom.plan.role_numbers import engine_role
-from meshloom.plan.sharded_memory import engine_holdings, moves
+from meshloom.plan.sharded_memory import engine_holdings
 from meshloom.plan.shards import cached_values, ceil_div
-from meshloom.plan.time import PhaseTime, movement_time, offload_time
+from meshloom.plan.time import PhaseTime
+from meshloom.plan.weigh_times import NO_MODEL, ArrangementTimes
 from meshloom.plan.weighed import (
     GRAIN,
     Lack,
@@ -54,8 +50,6 @@ _MOST_TOKENS, _MOST_SHARE, _PERCENT = 2**20, 0.95, 100
 _STEPS = 3
 """Sizes of microbatches that are tried from one to its half."""
 _TRAINED = (Role.ACTOR, Role.CRITIC)
-_NO_MODEL = (Role.ROLLOUT, Role.REWARD)
-"""Roles that are no model of training."""
 
 
 class Scales:
@@ -68,9 +62,9 @@ class Scales:
     """
 
     def __init__(self, case: Case, cluster: Cluster, given: Given) -> None:
-        self.case, self.cluster, self.given, self.lengths = case, cluster, given, Lengths.most(case.settings)
+        self.case, self.cluster, self.given = case, cluster, given
         self.free = self._with({TOKENS: _MOST_TOKENS, RECOMPUTE: False})
-        self._times: dict[object, list[PhaseTime]] = {}
+        self.times = ArrangementTimes(case, cluster, self.free)
         self._trained: dict[object, tuple[Option, ...] | Lack] = {}
         self._budgets: dict[object, Budget | None] = {}
         self._asleep: dict[Placed, int] = {}
@@ -86,9 +80,9 @@ class Scales:
         for at, (role, choices) in enumerate(family.choices):
             tried = [replace(first, roles=(*first.roles[:at], (role, one), *first.roles[at + 1 :])) for one in choices]
             if role is Role.ROLLOUT:
-                seconds = [sum(phase.seconds for phase in self._engine_times(each)) for each in tried]
+                seconds = [sum(phase.seconds for phase in self.times.engine(each)) for each in tried]
             elif len(choices) > 1:
-                times = (self._model_times(each, self.free, recompute, _MOST_TOKENS) for each in tried)
+                times = (self.times.models(each, self.free, recompute, _MOST_TOKENS) for each in tried)
                 seconds = [sum(without_bubble(it).seconds for it in each if it.role == role) for each in times]
             else:
                 continue
@@ -98,8 +92,8 @@ class Scales:
     def bound(self, arrangement: Arrangement) -> float:
         """Seconds of a step, if memory were no matter."""
         recompute = self.free.model.gradient_checkpointing is True
-        models = self._model_times(arrangement, self.free, recompute, _MOST_TOKENS)
-        return self._step(arrangement, list(map(without_bubble, models)), 0.0)
+        models = self.times.models(arrangement, self.free, recompute, _MOST_TOKENS)
+        return self.times.step(arrangement, list(map(without_bubble, models)), 0.0)
 
     def closer_bound(self, arrangement: Arrangement) -> float | Lack:
         """Seconds of a step, if only the models that train and compute log-probs had to fit; or why these do not."""
@@ -111,7 +105,7 @@ class Scales:
             if bound >= best:
                 break
             if (budget := self._budget(arrangement, option)) is not None:
-                best = min(best, self._step(arrangement, self._of_budget(arrangement, budget), option.moved))
+                best = min(best, self.times.step(arrangement, self._of_budget(arrangement, budget), option.moved))
         return best
 
     def weigh(self, arrangement: Arrangement) -> Weighed | Lack:
@@ -134,8 +128,8 @@ class Scales:
         found = []
         for option in options:
             settings = self.free if not option.recompute else self._with({TOKENS: _MOST_TOKENS, RECOMPUTE: True})
-            models = self._model_times(arrangement, settings, option.recompute, _MOST_TOKENS)
-            found.append((self._step(arrangement, list(map(without_bubble, models)), option.moved), option))
+            models = self.times.models(arrangement, settings, option.recompute, _MOST_TOKENS)
+            found.append((self.times.step(arrangement, list(map(without_bubble, models)), option.moved), option))
         return sorted(found, key=lambda each: each[0])
 
     def _options(self, arrangement: Arrangement) -> tuple[Option, ...] | Lack:
@@ -147,7 +141,7 @@ class Scales:
     def _all_options(self, arrangement: Arrangement) -> Iterator[Option]:
         for optimizer, parameters in self._offloads(arrangement):
             settings = self._budgeted(Budget(recompute=True, tokens=1, optimizer=optimizer, parameters=parameters))
-            moved = self._moved(arrangement, settings)
+            moved = self.times.moved(arrangement, settings)
             for recompute in self._recompute():
                 yield Option(recompute=recompute, optimizer=optimizer, parameters=parameters, moved=moved)
 
@@ -195,7 +189,7 @@ class Scales:
 
     def _least_tokens(self, arrangement: Arrangement) -> int:
         """What the longest sample needs."""
-        parts = min(it.cut.sequence for role, it in arrangement.roles if role not in _NO_MODEL)
+        parts = min(it.cut.sequence for role, it in arrangement.roles if role not in NO_MODEL)
         return ceil_div(longest_sample_tokens(self.case.settings), parts)
 
     def _recompute(self) -> list[bool]:
@@ -238,7 +232,7 @@ class Scales:
         enough = max(
             ceil_div(samples, it.whole_fsdp) * longest // it.cut.sequence + 1
             for role, it in arrangement.roles
-            if role not in _NO_MODEL
+            if role not in NO_MODEL
         )
         memory, most = self._room(arrangement), max(0, min(_MOST_TOKENS, enough) - least) // GRAIN + 1
         if memory is None:
@@ -266,69 +260,13 @@ class Scales:
 
     def _needed(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> int:
         """Bytes that the fullest device needs for the models, while the engine is asleep."""
-        roles = replace(self._count(arrangement, settings, recompute), engine=None)
+        roles = replace(self.times.count(arrangement, settings, recompute), engine=None)
         groups = device_groups(arrangement.layout, roles, None)
         return max((group.ledger.needed(phase) for group in groups for phase in Phase), default=0)
 
-    def _count(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> Roles:
-        case = self.case
-        given = {"recompute": recompute, "adapters": case.adapters, "critic": case.critic}
-        return count_roles(settings, case.model, arrangement.layout, **given)
-
-    def _moved(self, arrangement: Arrangement, settings: TrainSettings) -> float:
-        """Seconds that offload takes."""
-        groups = device_groups(arrangement.layout, self._count(arrangement, settings, True), None)
-        parts = ([*offload_time(moves(group.ledger.holdings), self.cluster, self.case.constants)] for group in groups)
-        return max((sum(part.seconds for part in each) for each in parts), default=0.0)
-
     def _of_budget(self, arrangement: Arrangement, budget: Budget) -> list[PhaseTime]:
         settings = self._tokens(self.case.settings, budget.tokens)
-        return self._model_times(arrangement, settings, budget.recompute, budget.tokens)
-
-    def _model_times(
-        self, arrangement: Arrangement, settings: TrainSettings, recompute: bool, tokens: int
-    ) -> list[PhaseTime]:
-        """Phases of the models, each counted once for all arrangements that have it."""
-        found: list[PhaseTime] = []
-        missing: dict[Role, object] = {}
-        for role, placed in arrangement.roles:
-            if role in _NO_MODEL:
-                continue
-            key = (role, placed, recompute, tokens)
-            if key not in self._times:
-                missing[role] = key
-            else:
-                found += self._times[key]
-        if missing:
-            models = self._count(arrangement, settings, recompute).models
-            for role, key in missing.items():
-                self._times[key] = list(self._phases(arrangement, {role: models[role]}, None))
-                found += self._times[key]
-        return found
-
-    def _phases(
-        self, arrangement: Arrangement, models: Mapping[Role, object], engine: EngineRole | None
-    ) -> Iterator[PhaseTime]:
-        settings, layout = self.case.settings, arrangement.layout
-        return phase_times(settings, layout, models, engine, self.lengths, self.cluster, self.case.constants)
-
-    def _engine_times(self, arrangement: Arrangement) -> list[PhaseTime]:
-        """Generation with room for every sequence, and the movement of weights."""
-        actor, rollout = arrangement.placed[Role.ACTOR], arrangement.placed[Role.ROLLOUT]
-        generate, sync = (Phase.GENERATE, rollout), (Phase.SYNC, actor, rollout)
-        if generate not in self._times or sync not in self._times:
-            roles, layout = self._count(arrangement, self.free, False), arrangement.layout
-            if (engine := roles.engine) is None:
-                raise AssertionError("an arrangement has an engine")
-            self._times[generate] = list(self._phases(arrangement, {}, engine))
-            apart = not share_devices(layout.role(Role.ROLLOUT), layout.role(Role.ACTOR))
-            source = roles.models[Role.ACTOR]
-            self._times[sync] = [movement_time(engine, source, self.cluster, self.case.constants, apart=apart)]
-        return self._times[generate] + self._times[sync]
-
-    def _step(self, arrangement: Arrangement, models: list[PhaseTime], moved: float) -> float:
-        phases = (*models, *self._engine_times(arrangement))
-        return step_of(self.case.settings, arrangement.layout, phases, moved, self.case.constants)
+        return self.times.models(arrangement, settings, budget.recompute, budget.tokens)
 
     def _complete(self, arrangement: Arrangement, budget: Budget) -> Weighed | Lack:
         """The budget with a share for the cache, forecast; or what generation lacks."""
@@ -386,7 +324,7 @@ class Scales:
     ) -> tuple[int, tuple[Role, ...]]:
         """Bytes that the engine's devices need without its cache while it is awake, and the roles of the fullest."""
         empty = replace(engine, cache_bytes=0)
-        roles = replace(self._count(arrangement, settings, recompute), engine=empty)
+        roles = replace(self.times.count(arrangement, settings, recompute), engine=empty)
         groups = device_groups(arrangement.layout, roles, memory)
         awake = (Phase.GENERATE,) if engine.sleeps else tuple(Phase)
         with_engine = [group for group in groups if Role.ROLLOUT in group.roles]
@@ -398,5 +336,5 @@ class Scales:
         recompute, (optimizer, parameters) = self._recompute()[-1], self._offloads(arrangement)[-1]
         tokens = self._least_tokens(arrangement)
         budget = Budget(recompute=recompute, tokens=tokens, optimizer=optimizer, parameters=parameters)
-        roles = replace(self._count(arrangement, self._budgeted(budget), recompute), engine=None)
+        roles = replace(self.times.count(arrangement, self._budgeted(budget), recompute), engine=None)
         return lack_of(device_groups(arrangement.layout, roles, self._room(arrangement)))
