@@ -27,7 +27,6 @@ from meshloom.plan.ledger import (
     MICROBATCHES,
     LedgerLine,
     batch_ledger,
-    longest_sequence_tokens,
     sft_steps,
     train_steps,
 )
@@ -42,6 +41,7 @@ from meshloom.plan.memory import (
 )
 from meshloom.plan.memory_lines import GENERATING, UPDATING
 from meshloom.plan.meshes import Divisible
+from meshloom.plan.model_checks import check_model
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
 from meshloom.plan.outlook import (
     Outlook,
@@ -142,7 +142,7 @@ def build_plan(
     if unread is not None:
         found.refuse("M001", "model.path", unread.what, why=unread.why, fix=unread.fix)
     if folder is not None:
-        _check_model(found, settings, folder)
+        check_model(found, settings, folder)
         try:
             lines += _compute_lines(found, settings, folder)
             more, recompute, outlook = _memory_and_time(found, settings, laid_out.layout, folder, critic, device_memory)
@@ -312,35 +312,6 @@ def _read_model(settings: TrainSettings | SftSettings | EvalSettings) -> tuple[M
         return None, error
 
 
-def _check_model(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:
-    """What of a model's folder does not go with the settings."""
-    _note_weights(found, folder)
-    _check_adapters(found, settings, folder)
-    _check_positions(found, settings, folder)
-
-
-def _note_weights(found: Findings, folder: ModelFolder) -> None:
-    """Say that a plan is made from config.json alone; a run refuses such a folder."""
-    if not folder.has_weights:
-        what = f"{folder.path} has no weights: the plan goes by its config.json alone"
-        why = "parameters are counted exactly; training needs model.safetensors"
-        found.warn("M009", "model.path", what, why=why, fix="put the weights there before the run")
-
-
-def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:
-    """Adapters that attach to no layer would train nothing."""
-    if settings.model.lora is None:
-        return
-    layers = folder.linear_layers(("all-linear",))
-    for target in settings.model.lora.target_modules:
-        if not folder.linear_layers((target,)):
-            names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
-            what = f"no layer of the model is called {target!r}"
-            found.refuse(
-                "L002", "model.lora.target_modules", what, fix=f"its layers are {', '.join(names)}, or all-linear"
-            )
-
-
 def _compute_lines(
     found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder
 ) -> tuple[LedgerLine, ...]:
@@ -380,23 +351,3 @@ def _check_memory(
             fixes.append("model.lora.rank=16")
         what = f"the {name} is {peak / 2**30:,.1f} GiB, {owner} {has / 2**30:,.1f} GiB"
         found.warn("M005", path, what, fix=", ".join([*fixes, "or a smaller model"]))
-
-
-def _check_positions(
-    found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder
-) -> None:
-    """Sequences longer than the model was made for; and rotary embeddings that change with the longest one of a pass, so
-    that a token's log-prob would depend on what else is computed with it."""
-    longest = longest_sequence_tokens(settings)
-    for kind, limit in folder.changing_rotary().items():
-        if longest > limit:
-            what = (
-                f"the model's {kind} rotary embeddings change for all tokens of a pass once one stands beyond {limit}"
-            )
-            why = f"a sequence may have {longest} tokens: its log-probs would depend on what is packed with it"
-            fix = f"prompts and responses of at most {limit} tokens together, or a model without them"
-            found.refuse("M003", "model.path", what, why=why, fix=fix)
-    made_for = folder.text_config.get("max_position_embeddings")
-    if isinstance(made_for, int) and longest > made_for:
-        what = f"a sequence may have {longest} tokens, the model was made for {made_for} (max_position_embeddings)"
-        found.warn("M004", "model.path", what, fix="smaller data.max_prompt_tokens or max_response_tokens")

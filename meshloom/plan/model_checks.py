@@ -1,0 +1,67 @@
+"""What of a model's folder does not go with the settings of a run.
+
+Owns: weights that are not there, adapters that attach to nothing, sequences that the model was not made for. Refuses to know:
+memory, devices.
+
+Codes: L002 adapters of no layer; M003 rotary embeddings that change; M004 sequences too long; M009 no weights.
+"""
+
+from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
+from meshloom.plan.findings import Findings
+from meshloom.plan.ledger import longest_sequence_tokens
+from meshloom.plan.model_folder import ModelFolder
+
+
+def check_model(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:
+    """Look at a model's folder.
+
+    Args:
+        found: takes what is wrong.
+        settings: of the run.
+        folder: of the model.
+    """
+    _note_weights(found, folder)
+    _check_adapters(found, settings, folder)
+    _check_positions(found, settings, folder)
+
+
+def _note_weights(found: Findings, folder: ModelFolder) -> None:
+    """Say that a plan is made from config.json alone; a run refuses such a folder."""
+    if not folder.has_weights:
+        what = f"{folder.path} has no weights: the plan goes by its config.json alone"
+        why = "parameters are counted exactly; training needs model.safetensors"
+        found.warn("M009", "model.path", what, why=why, fix="put the weights there before the run")
+
+
+def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:
+    """Adapters that attach to no layer would train nothing."""
+    if settings.model.lora is None:
+        return
+    layers = folder.linear_layers(("all-linear",))
+    for target in settings.model.lora.target_modules:
+        if not folder.linear_layers((target,)):
+            names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
+            what = f"no layer of the model is called {target!r}"
+            found.refuse(
+                "L002", "model.lora.target_modules", what, fix=f"its layers are {', '.join(names)}, or all-linear"
+            )
+
+
+def _check_positions(
+    found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder
+) -> None:
+    """Sequences longer than the model was made for; and rotary embeddings that change with the longest one of a pass, so
+    that a token's log-prob would depend on what else is computed with it."""
+    longest = longest_sequence_tokens(settings)
+    for kind, limit in folder.changing_rotary().items():
+        if longest > limit:
+            what = (
+                f"the model's {kind} rotary embeddings change for all tokens of a pass once one stands beyond {limit}"
+            )
+            why = f"a sequence may have {longest} tokens: its log-probs would depend on what is packed with it"
+            fix = f"prompts and responses of at most {limit} tokens together, or a model without them"
+            found.refuse("M003", "model.path", what, why=why, fix=fix)
+    made_for = folder.text_config.get("max_position_embeddings")
+    if isinstance(made_for, int) and longest > made_for:
+        what = f"a sequence may have {longest} tokens, the model was made for {made_for} (max_position_embeddings)"
+        found.warn("M004", "model.path", what, fix="smaller data.max_prompt_tokens or max_response_tokens")
