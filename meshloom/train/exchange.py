@@ -4,11 +4,15 @@ Owns: what an exchange's gradient is. Refuses to know: what is exchanged, meshes
 same exchanges in the same order, forward and backward.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Move = Callable[[Tensor, dist.ProcessGroup, int], Tensor]
+"""What ranks make of their tensors together, along a dim."""
 
 
 @torch.compiler.disable
@@ -20,31 +24,31 @@ def add_up(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 @torch.compiler.disable
 def gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """The ranks' pieces together, where ranks go on to compute different parts: a piece's gradient is the sum of theirs."""
-    return _Gather.apply(x, group, dim)
+    return _Exchange.apply(x, group, dim, _gathered, _own_of_sum)
 
 
 @torch.compiler.disable
 def add_up_own(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's piece of the sum of the ranks' parts."""
-    return _AddUpOwn.apply(x, group, dim)
+    return _Exchange.apply(x, group, dim, _own_of_sum, _gathered)
 
 
 @torch.compiler.disable
 def gather_same(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """The ranks' pieces together, where ranks go on to compute the same: a piece's gradient is that of its place."""
-    return _GatherSame.apply(x, group, dim)
+    return _Exchange.apply(x, group, dim, _gathered, _piece)
 
 
 @torch.compiler.disable
 def own(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's piece of what is the same on each rank."""
-    return _Own.apply(x, group, dim)
+    return _Exchange.apply(x, group, dim, _piece, _gathered)
 
 
 @torch.compiler.disable
 def swap(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks, …]: piece ``r`` goes to rank ``r``, and stands there in the place of this rank."""
-    return _Swap.apply(x, group)
+    return _Exchange.apply(x, group, 0, _swapped, _swapped)
 
 
 class _AddUp(torch.autograd.Function):
@@ -59,62 +63,20 @@ class _AddUp(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gathered(x, group, dim)
+class _Exchange(torch.autograd.Function):
+    """One exchange forward, and another one backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _own_of_sum(grad, ctx.group, ctx.dim), None, None
-
-
-class _AddUpOwn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own_of_sum(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, there: Move, back: Move) -> Tensor:
+        ctx.group, ctx.dim, ctx.back = group, dim, back
+        return there(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(grad, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.group, ctx.dim), None, None, None, None
 
 
-class _GatherSame(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gathered(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _piece(grad, ctx.group, ctx.dim), None, None
-
-
-class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _piece(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(grad, ctx.group, ctx.dim), None, None
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _swapped(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _swapped(grad, ctx.group), None
-
-
-def _swapped(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _swapped(x: Tensor, group: dist.ProcessGroup, _: int) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
