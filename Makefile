@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 .PHONY: quickstart test test-slow test-vllm test-ray bench lint clean
 .DEFAULT_GOAL := quickstart
 
+# A link leads to an environment that is somebody else's to make: it is used as it is.
+ifneq ($(shell test -L $(VENV) && echo link),)
+$(VENV)/.installed $(VENV)/.installed-test: ;
+else
 $(VENV)/.installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("meshloom needs Python 3.11 or newer; set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@echo 'installing into $(VENV): a minute or more'
@@ -17,6 +21,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 $(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements-test.txt
 	@touch $@
+endif
 
 ## Train a small model from nothing and see that it learned; SEED=1 for another lesson.
 SEED ?= 0

@@ -1,7 +1,9 @@
-"""A rank is killed at any moment: it is named, everything ends soon, and nothing is left. Opt-in: about two minutes."""
+"""A rank is killed at any moment: it is named, everything ends soon, and nothing is left. Opt-in: some minutes."""
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from meshloom.fabric.local import LocalSite
 from meshloom.fabric.watch import Patience
 from meshloom.fabric.workers import Workers
 
+ROOT = Path(__file__).parent.parent
 HOST = "tests.fabric_hosts:Host"
 ENDS_S = 20.0
 RANKS = 2
@@ -117,6 +120,14 @@ def test_a_killed_rank_is_named(state: Callable[[Workers, Strike], None], victim
             state(workers, strike)
         assert time.monotonic() - struck_at[0] < ENDS_S
     assert pids_there() == before
+
+
+def test_whole_runs_end_and_go_on(tmp_path: Path) -> None:
+    """Every moment is drawn once by ``--repeats 13``; here, some."""
+    words = ["--repeats", "4", "--seed", "2", "--dir", str(tmp_path / "kills")]
+    command = [sys.executable, "-m", "bench.kills", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0 and "4 of 4 clean" in done.stdout, done.stdout + done.stderr
 
 
 def workers_of(attendant: psutil.Process) -> list[psutil.Process]:

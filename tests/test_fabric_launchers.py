@@ -15,6 +15,7 @@ from meshloom.config.cluster_settings import Fabric
 from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.settings import TrainSettings
+from meshloom.fabric.attendant import UNANSWERED_S
 from meshloom.fabric.cluster import with_launched_cluster
 from meshloom.fabric.hostfile import Host, launch_on_hosts, own_address, read_hosts
 from meshloom.fabric.joined import match_nodes
@@ -129,6 +130,53 @@ def test_a_lost_node_ends_the_others(victim: int, tmp_path: Path) -> None:
     assert not controller.is_running()
     assert_no_worker_is_left(tmp_path)
     outputs(tasks)
+
+
+CUT_OFF = """
+import os, subprocess, sys, time
+from pathlib import Path
+import psutil
+from meshloom.fabric.local import LocalSite
+from meshloom.fabric.workers import Workers
+
+def loopback(state):
+    subprocess.run(["ip", "link", "set", "lo", state], check=True)
+
+loopback("up")
+logs, host = Path(sys.argv[1]), "tests.fabric_hosts:Host"
+with LocalSite(["cpu"]) as site, Workers(host, site=site, logs=logs, collectives=False) as workers:
+    next(workers.submit("sleep", phase="generate", deadline_s=600).events())
+    started = psutil.Process().children(recursive=True)
+    time.sleep(3.0)
+    alive = sum(process.is_running() for process in started)
+    loopback("down")
+    began = time.monotonic()
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started):
+        assert time.monotonic() < began + 100, started
+        time.sleep(0.1)
+    print(len(started), alive, time.monotonic() - began, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_lost_machine_with_the_controller_leaves_on_others_ends(tmp_path: Path) -> None:
+    """Nothing comes from there, not even the end of a connection: it lasted for a quarter of an hour."""
+    alone = ["unshare", "--net", "--map-root-user"]
+    if subprocess.run([*alone, "ip", "link"], capture_output=True).returncode:
+        pytest.skip("needs a network namespace")
+    done = subprocess.run(
+        [*alone, sys.executable, "-c", CUT_OFF, str(tmp_path)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    started, alive, seconds = done.stdout.split()
+    assert int(started) == int(alive) == 3  # an attendant, a nursery and a worker
+    assert UNANSWERED_S - 5 < float(seconds) < UNANSWERED_S + 45
 
 
 FAKE_SSH = """#!/bin/sh

@@ -23,7 +23,7 @@ from meshloom.fabric.local import LocalSite
 from meshloom.fabric.seats import Seat
 from meshloom.fabric.site import Peer
 from meshloom.fabric.stacks import python_stack, spied
-from meshloom.fabric.watch import Patience
+from meshloom.fabric.watch import Patience, Watch
 from meshloom.fabric.workers import Workers
 from meshloom.samples.ragged import Samples
 from tests.fabric_hosts import Host
@@ -202,6 +202,25 @@ def test_of_late_ranks_the_one_outside_of_the_collective_is_named_with_its_stack
     assert (fault.rank, fault.cause) == (1, Cause.LATE)
     assert fault.look.stack[0].startswith("sleep (tests/fabric_hosts.py")
     assert "rank 0 waits in all_reduce" in str(fault) and "deadline of 2 s" in str(fault)
+
+
+def test_who_waits_is_told_if_the_watch_itself_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would notice a deadline any more."""
+
+    def fail(watch: Watch, now: float) -> None:
+        raise OSError("no more descriptors")
+
+    with workers_of(tmp_path, number=1, collectives=False) as workers:
+        ended = threading.Event()
+        workers.on_failure(ended.set)
+        call = workers.submit("sleep", phase="update", deadline_s=600)
+        next(call.events())
+        monkeypatch.setattr(Watch, "_look_for_deadlines", fail)
+        with pytest.raises(RunFault, match=r"(?s)not watched.*no more descriptors"):
+            call.result()
+        assert ended.wait(60)
+        pids = pids_of(workers)
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def test_a_user_error_comes_back_as_it_was_raised(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def newest(run_dir: Path) -> Path:
 
 
 def assert_like(one: Path, other: Path, *, atol: float = 1e-5, only_last: bool = False) -> None:
-    """The same samples and rewards; metrics and all tensors of the last checkpoints but for rounding.
+    """The same samples; rewards, metrics and all tensors of the last checkpoints but for rounding.
 
     Args:
         one: a run folder.
@@ -72,11 +72,11 @@ def assert_like(one: Path, other: Path, *, atol: float = 1e-5, only_last: bool =
         atol: tolerance of all numbers.
         only_last: leave out metrics of validations, which one of the runs had at other steps.
     """
-    drawn = [
-        [(s["step"], s["group"], s["response_ids"], s["reward"]) for s in samples(run) if s["kind"] == "train"]
-        for run in (one, other)
-    ]
-    assert drawn[0] == drawn[1]
+    drawn = [[s for s in samples(run) if s["kind"] == "train"] for run in (one, other)]
+    ids = [[(s["step"], s["group"], s["response_ids"]) for s in found] for found in drawn]
+    assert ids[0] == ids[1]
+    rewards = [[s["reward"] for s in found] for found in drawn]
+    assert rewards[0] == pytest.approx(rewards[1], abs=atol)
     records = [[r for r in read_metrics(run) if r["kind"] == "train" or not only_last] for run in (one, other)]
     for first, second in zip(*records, strict=True):
         assert (first["step"], first["kind"]) == (second["step"], second["kind"])

@@ -349,6 +349,9 @@ def test_what_waits_is_ended_with_the_judge(service: Service) -> None:
         waiting = judge.submit(ask())
     with pytest.raises(CancelledError):
         waiting.result(timeout=5)
+    judge.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        judge.submit(ask())
 
 
 def run_settings(inputs: Path, run_dir: Path, service: Service, *changes: str) -> object:

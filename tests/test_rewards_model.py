@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +132,31 @@ def test_an_input_that_is_too_long_is_invalid_or_loses_its_beginning(inputs: Pat
     assert refused.reason is InvalidReason.TOO_LONG
     cut = open_reader("quality", RewardModelSettings(too_long="truncate", **fields), policy).read(request)
     assert cut == ids[1:]
+
+
+def test_samples_that_nobody_asks_about_any_more_are_told(inputs: Path) -> None:
+    """Where a run ended while groups waited for their model, who waited for a reward did so for ever, and the process with
+    it."""
+    given = RewardModelSettings(path=str(inputs / "judge"), input="ids")
+    reader = open_reader("quality", given, load_tokenizer(inputs / "model"))
+    asked, go_on = threading.Event(), threading.Event()
+
+    def ask(name: str, ids: Sequence[Sequence[int]]) -> list[float]:
+        asked.set()
+        go_on.wait(60)
+        return [1.0] * len(ids)
+
+    threads = ThreadPoolExecutor(1)
+    scorer = ModelScorer("quality", reader, ask, threads)
+    waiting = [scorer.submit(request_of(response, inputs / "model")) for response in ("it is 7", "7")]
+    for one in waiting:
+        scorer.begin([one])
+    assert asked.wait(60)
+    threads.shutdown(wait=False, cancel_futures=True)
+    go_on.set()
+    assert waiting[0].result().value == 1.0
+    with pytest.raises(CancelledError):
+        waiting[1].done.result(timeout=60)
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), float("-inf")])

@@ -31,6 +31,8 @@ from meshloom.fabric.stacks import python_stack
 
 BEAT_S = 1.0
 GRACE_S = 2.0
+UNANSWERED_S = 15.0
+"""Seconds without a sign of life from the controller's machine after which it is lost."""
 _MESSAGE_BYTES = 2**16
 LOST_CODE = 3
 """Exit code when the controller is gone."""
@@ -236,6 +238,9 @@ class Attendant:
             try:
                 self._channel.send({"kind": "beat", "stopped": stopped})
             except ChannelClosed:
+                self._channel.close()
+                return
+            if self._channel.unanswered_s() > UNANSWERED_S:
                 self._channel.close()
                 return
 

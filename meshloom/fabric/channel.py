@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,9 @@ _PROOF_DEADLINE_S = 20.0
 _MAX_TEXT_BYTES = 2**31
 _MAX_BLOBS = 2**20
 _CHUNK_BYTES = 2**26
+_TCP_INFO = struct.Struct("8x13I")
+"""The beginning of <linux/tcp.h>'s tcp_info."""
+_UNACKED, _LAST_ACK_RECEIVED_MS = 4, 12
 _MOST_PIECES = 512
 """Pieces handed to the system at once; it takes 1,024."""
 
@@ -154,6 +158,20 @@ class Channel:
                 raise ChannelClosed("the other end closed the connection")
             done += count
         return into
+
+    def unanswered_s(self) -> float:
+        """Seconds for which the other end's system has not confirmed what was sent; 0 if nothing is on its way.
+
+        A process that is held does not read, but its system confirms: only a machine or a network that is lost does not.
+        """
+        if sys.platform != "linux":
+            return 0.0
+        try:
+            told = self._link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:
+            return 0.0  # it is closed, which whoever receives sees
+        fields = _TCP_INFO.unpack(told)
+        return fields[_LAST_ACK_RECEIVED_MS] / 1000 if fields[_UNACKED] else 0.0
 
     def close(self) -> None:
         """End the connection; whoever sends or receives on it is woken. A second call does nothing."""

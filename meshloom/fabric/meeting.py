@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _PLACE, _OVER, _LEFT = "place", "over", "left"
 _CONNECT_S = 300
-_PART_S = 5.0
+_PART_S, _LEAVE_S = 5.0, 600.0
 _OVER_S, _ASK_S = 10.0, 0.2
 
 
@@ -70,7 +70,8 @@ def _lead(task: Task, command: Sequence[str]) -> int:
     if place is not None:
         store.set(_PLACE, json.dumps(place))
         attend(_ticket(task, "127.0.0.1", place), spare=[controller.pid])
-    code = controller.wait()
+    # Without a worker here it has nothing to do but to end the others.
+    code = controller.wait(None if place is None else _LEAVE_S)
     store.set(_OVER, str(code))
     if place is None:
         store.set(_PLACE, "null")
@@ -83,6 +84,7 @@ def _follow(task: Task, store: "Store") -> int:
     place = json.loads(_get(store, _PLACE))
     code = None if place is None else attend(_ticket(task, task.master[0], place))
     if code is None:
+        store.set_timeout(timedelta(seconds=_OVER_S))
         with suppress(RuntimeError):
             # The run may have ended before this task had a part in it.
             code = int(_get(store, _OVER, within_s=_OVER_S))
@@ -178,9 +180,22 @@ class ControllerProcess:
         """Kill it."""
         self.signal(signal.SIGKILL)
 
-    def wait(self) -> int:
-        """Wait for its end; its exit code."""
-        code = self._process.wait()
+    def wait(self, within_s: float | None = None) -> int:
+        """Wait for its end; its exit code.
+
+        Args:
+            within_s: seconds after which it is killed.
+        """
+        try:
+            code = self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            print(
+                f"the controller of this run did not end within {within_s:g} s: it is killed",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.end()
+            code = self._process.wait()
         return code if code >= 0 else LOST_CODE
 
 

@@ -8,11 +8,11 @@ against a worker while this process itself was awake.
 import itertools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshloom.config.errors import UserError
+from meshloom.config.errors import RunFault, UserError
 from meshloom.fabric.channel import ChannelClosed
 from meshloom.fabric.faults import Cause, Evidence, Look, WorkerFault, first_cause
 from meshloom.fabric.processes import is_stopped
@@ -68,6 +68,7 @@ class Watch:
         self._over = threading.Event()
         self._ended: set[Peer] = set()
         self._looks: dict[int, Look] = {}
+        self._also_end: list[Callable[[], None]] = []
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._since = time.monotonic()
@@ -75,7 +76,11 @@ class Watch:
     @property
     def failed(self) -> bool:
         """Whether anything has been noticed."""
-        return bool(self._evidence)
+        return bool(self._evidence) or self._fault is not None
+
+    def on_failure(self, end: Callable[[], None]) -> None:
+        """Have something else ended after a failure, once all workers are gone; from the watch's thread."""
+        self._also_end.append(end)
 
     def start(self) -> None:
         """Begin to watch."""
@@ -129,6 +134,16 @@ class Watch:
         self._end_all()
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # a thread's end would be silent, and leave its callers waiting
+            self._tell(RunFault("the workers are not watched any more", why=f"{type(error).__name__}: {error}"))
+        finally:
+            if self._fault is not None:
+                for end in self._also_end:
+                    end()
+
+    def _watch(self) -> None:
         last = time.monotonic()
         while True:
             with self._changed:
@@ -192,13 +207,17 @@ class Watch:
         try:
             cause, looks = self._closer_look(cause)
             self._end_all()
-            self._fault = cause.error or self._fault_of(cause, looks)
+            self._tell(cause.error or self._fault_of(cause, looks))
         finally:
             # Whatever goes wrong here, nobody may be left waiting.
-            if self._fault is None:
-                self._fault = WorkerFault(cause, self._workers.seats[cause.rank])
+            self._tell(WorkerFault(cause, self._workers.seats[cause.rank]))
+
+    def _tell(self, fault: UserError) -> None:
+        """End every call with an error, unless one has ended them."""
+        if self._fault is None:
+            self._fault = fault
             self._over.set()
-            self._workers.fail(self._fault)
+            self._workers.fail(fault)
 
     def _closer_look(self, cause: Evidence) -> tuple[Evidence, dict[int, Look]]:
         """Logs and stacks of those that matter. Of ranks that are late, the cause is one that waits in no collective."""

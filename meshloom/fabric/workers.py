@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -270,6 +270,14 @@ class Workers:
     def ends_with(self, code: int) -> None:
         """Let the processes that a launcher has started exit with this code, if the run ends without an error."""
         self._site.exit_code = code
+
+    def raise_fault(self) -> None:
+        """Raise the error that ended the workers, if one has."""
+        self.watch.raise_fault()
+
+    def on_failure(self, end: Callable[[], None]) -> None:
+        """Have something else ended when a worker has failed: what the controller may wait for beside calls."""
+        self.watch.on_failure(end)
 
     def stop_hearing(self) -> None:
         """Take no more results: the workers have failed."""

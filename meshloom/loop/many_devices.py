@@ -31,7 +31,7 @@ from meshloom.loop.remote_scores import asked_on_ranks
 from meshloom.loop.replicas import RemoteEngine
 from meshloom.loop.roles import Roles
 from meshloom.loop.run_inputs import RunInputs, check_places
-from meshloom.loop.run_workers import start_workers, stopping_at_once
+from meshloom.loop.run_workers import closed_by_failure, start_workers, stopping_at_once
 from meshloom.loop.session import Session
 from meshloom.loop.sharing import Sharing, sharing_of
 from meshloom.loop.surroundings import Surroundings, open_surroundings
@@ -76,7 +76,8 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
         settings = inputs.settings
         ranks = _Ranks(settings, plan.layout, workers)
         models = resources.enter_context(asked_on_ranks(workers, ranks.scoring, meanwhile=ranks.scores_meanwhile))
-        around = open_surroundings(resources, settings, inputs.rendered, inputs.data_sources, inputs.tokenizer, models)
+        beside = resources.enter_context(closed_by_failure(workers))
+        around = open_surroundings(beside, settings, inputs.rendered, inputs.data_sources, inputs.tokenizer, models)
         checkpoint_bytes = ranks.build(inputs)
         engine = ranks.engine()
         roles = ranks.roles(engine, inputs, around)

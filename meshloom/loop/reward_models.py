@@ -10,8 +10,9 @@ own they are asked group by group, while others are generated.
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from meshloom.rewards.combined import Scoring
 from meshloom.rewards.model import Reader, reward_of
@@ -93,7 +94,7 @@ class ModelScorer:
             for one in group:
                 del self._waiting[one]
         if group:
-            self.background.submit(self._score, group)
+            self.background.submit(self._score, group).add_done_callback(partial(_tell_cancelled, group))
 
     def take_counts(self) -> dict[str, float]:
         """Nothing is counted here."""
@@ -119,3 +120,10 @@ class ModelScorer:
             return
         for one, score in zip(group, found, strict=True):
             one.done.set_result(reward_of(score))
+
+
+def _tell_cancelled(group: Sequence[Waiting], asking: "Future[None]") -> None:
+    """Samples that nobody will ask about, as the run ends, get no reward."""
+    if asking.cancelled():
+        for one in group:
+            one.done.set_exception(CancelledError())

@@ -1,12 +1,15 @@
 """The workers of a run: starting them, and ending them at once.
 
-Owns: what each of them computes on, and where they print. Refuses to know: what runs on them, how processes are started
-(``fabric``). Always holds: a run that ends before it begins leaves no log behind.
+Owns: what each of them computes on, where they print, and what the controller lets go of when one fails. Refuses to know:
+what runs on them, how processes are started and failures noticed (``fabric``). Always holds: a run that ends before it begins
+leaves no log behind; after a failure nobody waits for rewards or environments that are yet to answer, and the error that the
+run ends with is the worker's, not one that followed from it.
 """
 
 import shutil
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -86,12 +89,32 @@ def _roles_text(layout: Layout, rank: int) -> str:
 
 
 @contextmanager
+def closed_by_failure(workers: Workers) -> Iterator[ExitStack]:
+    """What the controller waits for beside workers: once one of them has failed it is closed, and nobody waits for it."""
+    waited_for, one_closes = ExitStack(), threading.Lock()
+
+    def close() -> None:
+        with one_closes:
+            waited_for.close()
+
+    workers.on_failure(close)
+    try:
+        yield waited_for
+    finally:
+        close()
+
+
+@contextmanager
 def stopping_at_once(workers: Workers, session: Session) -> Iterator[None]:
-    """Who asks twice waits neither for what workers do nor for a checkpoint that they have yet to write."""
+    """Who asks twice waits neither for what workers do nor for a checkpoint that they have yet to write. What goes wrong after
+    a worker has failed goes wrong for that."""
     try:
         yield
     except KeyboardInterrupt:
         workers.close(at_once=True)
         with suppress(RuntimeError, UserError):  # what is not whole is taken away
             session.store.wait()
+        raise
+    except Exception:
+        workers.raise_fault()
         raise

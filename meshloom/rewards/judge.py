@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -37,6 +38,8 @@ _AGAIN = frozenset({408, 409, 425, 429})
 _MAX_BYTES = 8 * 2**20
 """A longer reply is none."""
 _SHOWN = 300
+_CLOSE_S = 10.0
+"""Seconds in which connections are closed in order."""
 
 
 class Failed(Exception):
@@ -84,6 +87,7 @@ class Judge:
         self._free = asyncio.Semaphore(settings.max_concurrent)
         self._next_begin, self._chance = 0.0, random.Random()
         self._made_client: httpx2.AsyncClient | None = None
+        self._is_open, self._submitting = True, threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"judge-{name}", daemon=True)
         self._thread.start()
@@ -118,8 +122,15 @@ class Judge:
         self._loop.run_forever()
 
     def submit(self, request: RewardRequest) -> "Future[Reward]":
-        """Ask about a sample while others run."""
-        return asyncio.run_coroutine_threadsafe(self._judge(request), self._loop)
+        """Ask about a sample while others run.
+
+        Raises:
+            RuntimeError: if the judge is closed.
+        """
+        with self._submitting:
+            if not self._is_open:
+                raise RuntimeError("the judge is closed")
+            return asyncio.run_coroutine_threadsafe(self._judge(request), self._loop)
 
     def begin(self, scorings: Sequence[object]) -> None:
         """Samples are asked about when they come, whatever group they are of."""
@@ -144,7 +155,11 @@ class Judge:
         self.close()
 
     def close(self) -> None:
-        """End all requests; samples without a reward end with ``CancelledError``."""
+        """End all requests; samples without a reward end with ``CancelledError``. A second call does nothing."""
+        with self._submitting:
+            was_open, self._is_open = self._is_open, False
+        if not was_open:
+            return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -159,7 +174,8 @@ class Judge:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         if self._made_client is not None:
-            await self._made_client.aclose()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._made_client.aclose(), _CLOSE_S)
 
     def _client(self) -> httpx2.AsyncClient:
         if self._made_client is None:
