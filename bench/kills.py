@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,13 +260,22 @@ def left_behind(there: set[psutil.Process], shared: set[Path], scratch: Path, po
     """What a run that has ended left: processes, shared memory, scratch files, open ports."""
     alive = [one for one in descendants() if one not in there and lives(one)]
     faults = [f"process {one.pid} {' '.join(one.cmdline())[:60]}" for one in alive]
-    faults += [str(file) for file in set(Path("/dev/shm").iterdir()) - shared]
+    faults += [str(file) for file in set(Path("/dev/shm").iterdir()) - shared if not is_in_use(file)]
     faults += [f"scratch {file.name}" for file in scratch.iterdir()]
     for port in ports:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 faults.append(f"port {port} is open")
     return faults
+
+
+def is_in_use(file: Path) -> bool:
+    """Whether a process has a file in its memory: another program's, since all of the run's have ended."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if str(file) in maps.read_text():
+                return True
+    return not file.exists()
 
 
 def descendants() -> list[psutil.Process]:

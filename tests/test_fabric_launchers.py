@@ -132,6 +132,34 @@ def test_a_lost_node_ends_the_others(victim: int, tmp_path: Path) -> None:
     outputs(tasks)
 
 
+@pytest.mark.slow
+def test_a_lost_node_is_named_though_torchrun_ends_all_for_it(tmp_path: Path) -> None:
+    """The agents' meeting place was on that node: the other agent sends SIGTERM, which used to end the controller before it had
+    told what it knew."""
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    command += [f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost", str(PROGRAM), str(tmp_path)]
+    # Who has the lower number gets the first rank, and with it the controller; who comes first has the meeting place.
+    with (tmp_path / "said").open("w") as said:
+        words = {"cwd": ROOT, "env": environment(), "stdout": said, "stderr": said}
+        agents = [subprocess.Popen([*command, "node1=1,node2=1", "sleep"], **words)]
+        psutil.Process(agents[0].pid).suspend()
+        agents.append(subprocess.Popen([*command, "node1=1,node2=1", "sleep"], **words))
+    assert agents[0].pid < agents[1].pid
+    while not any(one.laddr.port == port for one in psutil.Process(agents[1].pid).net_connections()):
+        assert agents[1].poll() is None
+    psutil.Process(agents[0].pid).resume()
+    while not (tmp_path / "ready").exists():
+        assert all(agent.poll() is None for agent in agents), (tmp_path / "said").read_text()
+    kept, lost = ([psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)] for agent in agents)
+    for process in lost:
+        process.kill()
+    assert agents[0].wait(ENDS_S) == 1  # of torchrun
+    assert psutil.wait_procs(kept, timeout=ENDS_S)[1] == []
+    assert "error: rank 1 (on node2" in (tmp_path / "said").read_text()
+    agents[1].wait()
+
+
 CUT_OFF = """
 import os, subprocess, sys, time
 from pathlib import Path

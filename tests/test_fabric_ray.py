@@ -21,7 +21,7 @@ from meshloom.fabric.workers import Workers
 from meshloom.loop.train import run_training
 from tests.lesson_runs import command, kill, start, train_settings, wait_until, whole_checkpoints, write_inputs
 from tests.test_fabric_runs import samples
-from tests.test_many_devices import assert_like
+from tests.test_many_devices import assert_like, is_worker
 from tests.test_nodes import BRIEF, every_role, on_two, write_all_inputs
 
 HOST = "tests.fabric_hosts:Host"
@@ -73,24 +73,25 @@ def actor_of(worker: int) -> psutil.Process:
 
 
 def test_a_lost_machine_of_the_cluster_is_named(cluster: Any, tmp_path: Path) -> None:
-    """The daemon of Ray that started the actor is killed, which ends the actor, the attendant and the workers."""
+    """Ray's processes there are killed; the actor ends as the one that started it is gone, and the workers with it."""
     (lost,) = cluster.worker_nodes
     daemon = lost.all_processes["raylet"][0].process.pid
     one_each = [PlannedNode("node1", ("cpu",)), PlannedNode("node2", ("cpu",))]
-    site = RaySite(one_each, address=cluster.address, named=False)
-    with site, Workers(HOST, site=site, logs=tmp_path, collectives=False) as workers:
-        pids = [int(workers.peers[rank].hello["pid"]) for rank in range(2)]
-        victim = next(rank for rank in range(2) if actor_of(pids[rank]).ppid() == daemon)
-        call = workers.submit("sleep", phase="generate", deadline_s=600)
-        next(call.events())
-        struck_at = time.monotonic()
-        os.kill(daemon, signal.SIGKILL)
-        with pytest.raises(WorkerFault, match=f"rank {victim} .*node{victim + 1}.* was lost with its node"):
-            call.result()
-    assert time.monotonic() - struck_at < ENDS_S
-    assert not any(map(psutil.pid_exists, pids))
-    cluster.remove_node(lost)
-    cluster.add_node(num_cpus=2)
+    try:
+        site = RaySite(one_each, address=cluster.address, named=False)
+        with site, Workers(HOST, site=site, logs=tmp_path, collectives=False) as workers:
+            found = [psutil.Process(int(workers.peers[rank].hello["pid"])) for rank in range(2)]
+            victim = next(rank for rank in range(2) if actor_of(found[rank].pid).ppid() == daemon)
+            call = workers.submit("sleep", phase="generate", deadline_s=600)
+            next(call.events())
+            struck_at = time.monotonic()
+            cluster.remove_node(lost, allow_graceful=False)
+            with pytest.raises(WorkerFault, match=f"rank {victim} .*node{victim + 1}.* was lost with its node"):
+                call.result()
+        assert time.monotonic() - struck_at < ENDS_S
+        assert psutil.wait_procs(found, timeout=ENDS_S)[1] == []
+    finally:
+        cluster.add_node(num_cpus=2)
 
 
 def test_a_whole_run_on_ray_sees_the_samples_of_one_device(cluster: Any, tmp_path: Path) -> None:
@@ -127,9 +128,9 @@ def test_an_actor_killed_in_a_run_ends_it_and_the_run_goes_on_on_one_device(
     run_dir, output, saving = tmp_path / "run", tmp_path / "out", (*BRIEF[2:], "checkpoint.every_steps=1")
     process = start(command(on_two_nodes(cluster, inputs, run_dir, *saving, "batch.steps=400")), output)
     assert wait_until(lambda: list(run_dir.glob("checkpoints/step-*")), process, timeout=300), output.read_text()
-    workers = {int(name.partition("rank ")[2].partition(" ")[0]): pid for pid, name in workers_on_ray()}
+    workers = workers_on_ray()
     struck_at = time.monotonic()
-    actor_of(workers[1]).kill()
+    actor_of(workers[1].pid).kill()
     process.join(3 * ENDS_S)
     seconds = time.monotonic() - struck_at
     if process.exitcode is None:
@@ -137,16 +138,16 @@ def test_an_actor_killed_in_a_run_ends_it_and_the_run_goes_on_on_one_device(
     assert process.exitcode == 3, output.read_text()
     assert seconds < ENDS_S
     assert "error: rank 1 (on node2" in output.read_text() and "was lost with its node" in output.read_text()
-    assert not any(map(psutil.pid_exists, workers.values()))
+    assert psutil.wait_procs(workers.values(), timeout=ENDS_S)[1] == []
     saved = max(whole_checkpoints(run_dir))
     assert run_training(every_role(inputs, run_dir, *saving, f"batch.steps={saved + 1}"), resume=True) == 0
     assert whole_checkpoints(run_dir)[-1] == saved + 1
 
 
-def workers_on_ray() -> list[tuple[int, str]]:
-    """Number and title of each worker that descends from an actor of this test's cluster."""
-    found = [(child.pid, " ".join(child.cmdline())) for child in psutil.Process().children(recursive=True)]
-    return [(pid, name) for pid, name in found if "meshloom.fabric.worker rank" in name]
+def workers_on_ray() -> dict[int, psutil.Process]:
+    """The worker of each rank, which descends from an actor of this test's cluster."""
+    workers = [child for child in psutil.Process().children(recursive=True) if is_worker(child)]
+    return {int(" ".join(one.cmdline()).partition("rank ")[2].partition(" ")[0]): one for one in workers}
 
 
 def test_what_the_cluster_has_no_room_for_is_told(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

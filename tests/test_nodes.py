@@ -178,7 +178,8 @@ def test_a_lost_node_ends_the_other_and_the_run_goes_on_on_one_device(inputs: Pa
         _, alive = psutil.wait_procs(started, timeout=LIMIT_S)
         assert not any(map(lives, alive))
     if lost == "the other":
-        assert "exitcode: 3" in said
+        # Of torchrun, which may have lost the place where its agents meet, and then does not say how its processes ended.
+        assert "exitcode: 3" in said or "RendezvousConnectionError" in said
         assert f"error: rank {agents.index(victim)} (on {victim.name}" in said
         assert "was lost with its node" in said or "was killed by SIGKILL" in said
         assert read_status(run_dir)["state"] == "failed"

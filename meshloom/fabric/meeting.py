@@ -72,11 +72,12 @@ def _lead(task: Task, command: Sequence[str]) -> int:
         attend(_ticket(task, "127.0.0.1", place), spare=[controller.pid])
     # Without a worker here it has nothing to do but to end the others.
     code = controller.wait(None if place is None else _LEAVE_S)
-    store.set(_OVER, str(code))
-    if place is None:
-        store.set(_PLACE, "null")
-    if not task.has_store:
-        _part(store, task.world_size - 1)
+    with suppress(RuntimeError):  # the store is gone, as the machine is that held it
+        store.set(_OVER, str(code))
+        if place is None:
+            store.set(_PLACE, "null")
+        if not task.has_store:
+            _part(store, task.world_size - 1)
     return code
 
 

@@ -91,6 +91,8 @@ class Site(ABC):
         self.nodes: tuple[Node, ...] = ()
         self.exit_code = 0
         """Of the attendants, where the run ends without an error."""
+        self.is_failing = False
+        """Something has been noticed that ends the run: who wants it to stop need not say so, nor keep it from telling why."""
         self._secret = new_secret()
         self._socket = listen(host)
         self._start_deadline_s = start_deadline_s
@@ -248,7 +250,7 @@ class Site(ABC):
         """A scheduler wants the run to end: once, however many of its processes it has told."""
         with self._greeted:
             first, self._was_terminated = not self._was_terminated, True
-        if first:
+        if first and not self.is_failing and not self._ended:
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -96,6 +96,7 @@ class Watch:
 
     def notice(self, evidence: Evidence) -> None:
         """Note what may be a failure."""
+        self._site.is_failing = True
         with self._changed:
             self._evidence.append(evidence)
             self._changed.notify_all()
