@@ -7,7 +7,7 @@ Owns: which parts there are on a device, and the order in which they are built. 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -18,10 +18,10 @@ from meshloom.fabric.seats import Seat
 from meshloom.loop.build import decoder, set_end_tokens
 from meshloom.loop.critic_role import critic_on_mesh
 from meshloom.loop.engine_copies import build_copy
-from meshloom.loop.movers import ReferenceMover, WeightMover
+from meshloom.loop.movers import Ends, EngineMover, ReferenceMover, WeightMover
 from meshloom.loop.reference_role import reference_on_mesh
 from meshloom.loop.residents import Residents, check_room, folder_of
-from meshloom.plan.layout import Layout
+from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.placement import Role
 from meshloom.plan.reference import refreshes
 from meshloom.plan.stays import stays
@@ -37,9 +37,6 @@ from meshloom.train.model import MicrobatchBound
 from meshloom.train.snapshot import MODEL
 from meshloom.weights.engine_copy import EngineCopy
 
-if TYPE_CHECKING:
-    from meshloom.loop.vllm_mover import VllmMover
-
 
 @dataclass(frozen=True)
 class RankEngine:
@@ -47,15 +44,13 @@ class RankEngine:
 
     Args:
         engine: that samples here.
+        mover: brings the actor's weights.
         copy: weights of the embedded engine.
-        mover: brings the actor's weights to copies.
-        vllm: brings them to vLLM.
     """
 
     engine: ReplicaEngine | None
+    mover: EngineMover
     copy: EngineCopy | None = None
-    mover: WeightMover | None = None
-    vllm: "VllmMover | None" = None
 
 
 class RankBuilder:
@@ -104,25 +99,22 @@ class RankBuilder:
             UserError: if the engine's model cannot be loaded or cut, or vLLM is not there, or refuses to start.
         """
         settings, rollout = self._settings, self._layout.role(Role.ROLLOUT)
-        actor_ranks, engine_ranks = self._layout.role(Role.ACTOR).ranks, rollout.ranks
+        ends = self._ends(actor, rollout)
         if settings.rollout.engine == "vllm":
             from meshloom.loop.vllm_ranks import build_vllm
 
-            ranks = (actor_ranks, engine_ranks, self._nodes, self.replica)
-            vllm = build_vllm(settings, self._device, self._tokenizer, actor, *ranks)
-            return RankEngine(vllm.engine, vllm=vllm)
+            vllm = build_vllm(settings, self._tokenizer, ends, self.replica)
+            return RankEngine(vllm.engine, vllm)
         copy = build_copy(settings.model, rollout, self._rank, self._device)
         engine = None if copy is None else self._embedded(copy)
-        mover = WeightMover(actor, copy, actor_ranks, engine_ranks, self._device, self._nodes)
-        return RankEngine(engine, copy, mover)
+        return RankEngine(engine, WeightMover(ends, copy, engine), copy)
 
     def refresher(self, models: Mapping[Role, MeshModel]) -> ReferenceMover | None:
         """What brings the actor's weights to the reference, if the run refreshes it."""
         if not refreshes(self._settings):
             return None
-        actor, reference = self._layout.role(Role.ACTOR), self._layout.role(Role.REFERENCE)
-        ranks = sorted({*actor.ranks, *reference.ranks})
-        return ReferenceMover(models.get(Role.ACTOR), models.get(Role.REFERENCE), ranks, self._device, self._nodes)
+        ends = self._ends(models.get(Role.ACTOR), self._layout.role(Role.REFERENCE))
+        return ReferenceMover(ends, models.get(Role.REFERENCE))
 
     def scorers(self) -> RewardModels | None:
         """Reward models, if they are on this device."""
@@ -155,6 +147,11 @@ class RankBuilder:
         size = found.mesh.size("tp")
         first = found.ranks.index(self._rank) // size * size
         return found.ranks[first : first + size]
+
+    def _ends(self, actor: MeshModel | None, takes: RoleLayout) -> Ends:
+        """Of the movements to a role."""
+        givers = self._layout.role(Role.ACTOR).ranks
+        return Ends(actor=actor, givers=givers, takers=takes.ranks, device=self._device, nodes=self._nodes)
 
     def _has(self, role: Role) -> bool:
         """Whether a role is on this device."""

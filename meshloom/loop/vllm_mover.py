@@ -1,7 +1,7 @@
 """The actor's weights to vLLM on other ranks and in other layouts.
 
-Owns: which ranks take part, and the way of tensors into vLLM's loaders. Refuses to know: schedules, how the actor is cut, how
-tensors travel (``weights.reshard``), vLLM but for its receiver and its world. Always holds: every rank of vLLM gets each tensor
+Owns: the way of tensors into vLLM's loaders. Refuses to know: which ranks take part (``loop.movers``), schedules, how the actor is
+cut, how tensors travel (``weights.reshard``), vLLM but for its receiver and its world. Always holds: every rank of vLLM gets each tensor
 whole, one bucket after the other, and puts its own part in its places; all tensors are taken whole by the ranks of a replica
 together, and engine and trainer agree about fixed tokens, or the run stops on all ranks.
 """
@@ -10,18 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from meshloom.loop.movers import Ends, EngineMover
 from meshloom.rollout.vllm_build import VllmReceiver
 from meshloom.rollout.vllm_engine import VllmEngine
 from meshloom.rollout.vllm_world import VllmWorld
-from meshloom.train.mesh_model import MeshModel
-from meshloom.weights.mesh_giver import MeshGiver
-from meshloom.weights.mesh_probe import Asked, MeshProbe
+from meshloom.weights.mesh_probe import Asked
 from meshloom.weights.movement import not_there, with_tied
 from meshloom.weights.probe import TokenLogprobs
-from meshloom.weights.reshard import Resharded, Resharder
+from meshloom.weights.reshard import Resharded
 from meshloom.weights.tracing import watch_loading
 from meshloom.weights.whole_tensors import WholeTaker
 
@@ -47,64 +45,32 @@ class VllmSide:
     max_gap: float | None
 
 
-class VllmMover:
+class VllmMover(EngineMover):
     """This rank's end of every movement, and what brings vLLM its weights. Made by all ranks of the world at once.
 
     Args:
-        actor: the model that is trained, if this rank has a part of it.
+        ends: of the movements.
         vllm: of this rank, if there is one.
-        actor_ranks: of the world, in the order of the actor's mesh.
-        engine_ranks: of all engines.
-        device: of this rank.
-        nodes: machine of each rank of the world.
 
-    ``engine`` is to be set where there is one. ``last`` is the newest movement, ``gap`` what the probe after it found.
+    ``engine`` is to be set where there is one.
     """
 
-    def __init__(
-        self,
-        actor: MeshModel | None,
-        vllm: VllmSide | None,
-        actor_ranks: Sequence[int],
-        engine_ranks: Sequence[int],
-        device: torch.device,
-        nodes: Sequence[int],
-    ) -> None:
-        self.last: Resharded | None = None
-        self.gap: float | None = None
+    def __init__(self, ends: Ends, vllm: VllmSide | None) -> None:
         self.engine: VllmEngine | None = None
         self._vllm, self._version = vllm, 0
         self._score: TokenLogprobs | None = None
-        self._taker = None if vllm is None else WholeTaker(vllm.shapes, vllm.dtype, device)
-        members = sorted({*actor_ranks, *engine_ranks})
-        group = None if len(members) == dist.get_world_size() else dist.new_group(members)
-        self._resharder: Resharder | None = None
-        if actor is None and vllm is None:
-            return
+        self._taker = None if vllm is None else WholeTaker(vllm.shapes, vllm.dtype, ends.device)
         asked = None if vllm is None else Asked(self._ask, vllm.vocabulary, vllm.dtype, vllm.max_gap)
-        self._probe = MeshProbe(actor, asked, group)
-        self._resharder = Resharder(
-            None if actor is None else MeshGiver(actor),
-            self._taker,
-            group=group,
-            device=device,
-            nodes=nodes,
-            keep_buffers=not set(actor_ranks) & set(engine_ranks),
-        )
+        super().__init__(ends, self._taker, asked)
 
     def bring(self, version: int) -> None:
-        """Give every tensor once, and let vLLM take it, wake and prove it; due on all ranks of actor and engines at once.
-
-        Raises:
-            RunFault: on all of them, if a tensor did not arrive, which is named, or an engine uses it otherwise.
-        """
+        """Give every tensor once, and let vLLM take it, wake and prove it. See ``EngineMover``."""
         self._version = version
-        if self.engine is not None:
-            self.engine.load_weights(version)
-            self.engine.wake()
-        elif self._resharder is not None:
-            self.last = self._resharder.move(version)
-            self.gap = self._probe.prove()
+        if self.engine is None:
+            super().bring(version)
+            return
+        self.engine.load_weights(version)
+        self.engine.wake()
 
     def move(self, receiver: VllmReceiver) -> Resharded:
         """Fill vLLM, which asks for it; see ``rollout.vllm_engine.WeightsFeed``."""

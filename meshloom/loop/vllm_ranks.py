@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshloom.config.settings import TrainSettings
 from meshloom.loop.build import decoder, set_end_tokens
+from meshloom.loop.movers import Ends
 from meshloom.loop.vllm import vllm_options
 from meshloom.loop.vllm_mover import VllmMover, VllmSide
 from meshloom.rollout.kv_cache import quarter_of_free_bytes
@@ -21,47 +22,38 @@ from meshloom.rollout.vllm_engine import VllmEngine
 from meshloom.rollout.vllm_world import VllmWorld
 from meshloom.train.load import pick_dtype
 from meshloom.train.load_sharded import build_empty, load_whole
-from meshloom.train.mesh_model import MeshModel
 
 
 def build_vllm(
     settings: TrainSettings,
-    device: torch.device,
     tokenizer: PreTrainedTokenizerBase,
-    actor: MeshModel | None,
-    actor_ranks: Sequence[int],
-    engine_ranks: Sequence[int],
-    nodes: Sequence[int],
+    ends: Ends,
     replica: Sequence[int],
 ) -> VllmMover:
     """This rank's vLLM, if it has one, and what brings the weights; due on all ranks of the run at once.
 
     Args:
         settings: of the run.
-        device: of this rank.
         tokenizer: of the model.
-        actor: the model that is trained, if this rank has a part of it.
-        actor_ranks: in the order of the actor's mesh.
-        engine_ranks: of all replicas.
-        nodes: machine of each rank of the run.
+        ends: of the movements; all replicas take.
         replica: ranks of this rank's replica; none if it has no vLLM.
 
     Raises:
         UserError: if vLLM is not installed, or refuses to start.
     """
     if not replica:
-        return VllmMover(actor, None, actor_ranks, engine_ranks, device, nodes)
-    folder, dtype = Path(settings.model.path), pick_dtype(settings.model.dtype, device)
+        return VllmMover(ends, None)
+    folder, dtype = Path(settings.model.path), pick_dtype(settings.model.dtype, ends.device)
     model = build_empty(folder, dtype) or load_whole(folder, dtype)
     eos_ids = set_end_tokens(model, settings.data, tokenizer)
-    world = VllmWorld(replica, device)
-    neighbours = sum(nodes[rank] == nodes[replica[world.rank]] for rank in engine_ranks)
+    world = VllmWorld(replica, ends.device)
+    neighbours = sum(ends.nodes[rank] == ends.nodes[replica[world.rank]] for rank in ends.takers)
     options = _options(settings, dtype, world, neighbours)
-    if not set(actor_ranks) & set(engine_ranks):
+    if not ends.share_ranks:
         options = replace(options, sleep=False)  # there is nobody to make room for
     opened = open_vllm(options)
     side = _side(model, dtype, world, settings.rollout.vllm.max_probe_gap)
-    mover = VllmMover(actor, side, actor_ranks, engine_ranks, device, nodes)
+    mover = VllmMover(ends, side)
     mover.engine = VllmEngine(opened, feed=mover, eos_ids=eos_ids, decode=decoder(tokenizer))
     return mover
 

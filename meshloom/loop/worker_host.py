@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from meshloom.loop.facts import DeviceFacts, ModelFacts
 from meshloom.loop.handing import handed_on
 from meshloom.loop.held import what_is_new
 from meshloom.loop.interrupts import Interrupts
-from meshloom.loop.movers import ReferenceMover, WeightMover
+from meshloom.loop.movers import EngineMover, ReferenceMover
 from meshloom.loop.parcels import KeptSamples, Parcel
 from meshloom.loop.rank_build import RankBuilder
 from meshloom.loop.residents import Residents
@@ -56,9 +56,6 @@ from meshloom.train.optimizer import StepStats
 from meshloom.train.shared_files import Spec
 from meshloom.weights.engine_copy import EngineCopy
 
-if TYPE_CHECKING:
-    from meshloom.loop.vllm_mover import VllmMover
-
 
 def from_answering(results: Sequence[Any], layout: GroupLayout) -> list[Any]:
     """One result of each replica, from the rank that has one."""
@@ -88,8 +85,7 @@ class WorkerHost:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._copy: EngineCopy | None = None
-        self._mover: WeightMover | None = None
-        self._vllm: VllmMover | None = None
+        self._mover: EngineMover | None = None
         self._refresher: ReferenceMover | None = None
         self._reference: MeshSnapshot | None = None
         self._residents: Residents | None = None
@@ -126,7 +122,7 @@ class WorkerHost:
         builder = RankBuilder(settings, layout, self.seat)
         self._models = builder.models(checkpoint, updates, critic_updates)
         rollout = builder.engine(self._models.get(Role.ACTOR))
-        self._engine, self._copy, self._mover, self._vllm = rollout.engine, rollout.copy, rollout.mover, rollout.vllm
+        self._engine, self._copy, self._mover = rollout.engine, rollout.copy, rollout.mover
         self._replica = builder.replica
         self._refresher = builder.refresher(self._models)
         self._scorers = builder.scorers()
@@ -271,19 +267,13 @@ class WorkerHost:
     def move_weights(self, version: int) -> None:
         """Bring the actor's weights to the engine; called on all ranks of both."""
         self._phases.enter("sync")
-        if self._vllm is not None:
-            self._vllm.bring(version)
-            return
-        if self._mover is not None:
-            self._mover.move(version)
-        if self._engine is not None:
-            self._engine.load_weights(version)
+        self._mover.bring(version)
 
     @verb()
     def refresh_reference(self, version: int) -> None:
         """Bring the actor's weights to the reference; called on all ranks of both."""
         self._phases.enter("reference")
-        self._refresher.move(version)
+        self._refresher.bring(version)
         self._residents.changed(Role.REFERENCE)
 
     @verb()

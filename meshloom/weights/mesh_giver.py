@@ -4,6 +4,7 @@ Owns: names, adapters merged on the way. Refuses to know: who takes. Always hold
 adapters each rank holds the small matrices whole for the time of a movement, and of a merged weight no more than is asked for.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from meshloom.train.load_sharded import source_names
 from meshloom.train.mesh_model import MeshModel
 from meshloom.train.shard import release
 from meshloom.weights.layouts import Box
-from meshloom.weights.shards import Part, held_by, local_of, untied
+from meshloom.weights.shards import TensorGiver
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class _Adapter:
     scale: float
 
 
-class MeshGiver:
+class MeshGiver(TensorGiver):
     """A rank's shards.
 
     Args:
@@ -34,36 +35,23 @@ class MeshGiver:
     """
 
     def __init__(self, model: MeshModel) -> None:
+        super().__init__(lambda: mesh_tensors(model))
         self._model = model
-        self._now: dict[str, tuple[Box, Tensor]] = {}
         self._adapters: dict[str, _Adapter] = {}
-
-    def parts(self) -> dict[str, Part]:
-        return {
-            name: Part(tuple(tensor.shape), (held_by(tensor),), tensor.dtype)
-            for name, tensor in self._tensors().items()
-        }
 
     @torch.no_grad()
     def begin(self) -> None:
         """Give back what is gathered of the model, and gather its adapters; due on all ranks of the mesh."""
-        self._now = {name: (held_by(tensor), local_of(tensor)) for name, tensor in self._tensors().items()}
+        super().begin()
         self._adapters = self._gathered()
 
     @torch.no_grad()
     def read(self, name: str, box: Box) -> Tensor:
-        held, tensor = self._now[name]
-        values = box.of(tensor, held)
+        values = self.view(name, box)
         if (adapter := self._adapters.get(name)) is None:
             return values
         rows, columns = (slice(start, stop) for start, stop in zip(box.starts, box.stops, strict=True))
         return torch.addmm(values.float(), adapter.up[rows], adapter.down[:, columns], alpha=adapter.scale)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        release(self._model.root)
-        parameters = dict(self._model.module.named_parameters())
-        named = ((source, parameters[name]) for name, source in source_names(self._model.module))
-        return dict(untied(named))
 
     def _gathered(self) -> dict[str, _Adapter]:
         module = self._model.module
@@ -83,6 +71,14 @@ class MeshGiver:
             for name, source in source_names(module)
             if name in layers
         }
+
+
+def mesh_tensors(model: MeshModel) -> Iterator[tuple[str, Tensor]]:
+    """A rank's shards of a model, under the names of the model's folder; what is gathered of it is given back, so it is due on
+    all ranks of the mesh."""
+    release(model.root)
+    parameters = dict(model.module.named_parameters())
+    return ((source, parameters[name]) for name, source in source_names(model.module))
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ class Taker(Protocol):
         ...
 
 
-class TensorGiver:
-    """Tensors as they are: each whole, or the shard of a DTensor.
+class HeldTensors:
+    """Tensors as they are on a rank: each whole, or the shard of a DTensor.
 
     Args:
         tensors: gives names and tensors; asked at each movement, so that tensors may have moved since. Tensors on the same
@@ -85,9 +85,24 @@ class TensorGiver:
     def begin(self) -> None:
         self._now = {name: (held_by(tensor), local_of(tensor)) for name, tensor in untied(self._tensors())}
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def view(self, name: str, box: Box) -> Tensor:
+        """Some of what is held of a tensor, itself."""
         held, tensor = self._now[name]
         return box.of(tensor, held)
+
+
+class TensorGiver(HeldTensors):
+    """Gives them."""
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self.view(name, box)
+
+
+class HeldTaker(HeldTensors):
+    """Takes into them; they stay the same objects."""
+
+    def views(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
+        yield box, self.view(name, box)
 
 
 class TensorTaker:
@@ -117,7 +132,7 @@ class TensorTaker:
         yield box, box.of(tensor, held)
 
 
-class ModuleTaker:
+class ModuleTaker(HeldTaker):
     """A module's parameters, looked up at each movement: an engine may have laid them elsewhere since.
 
     Args:
@@ -126,8 +141,8 @@ class ModuleTaker:
     """
 
     def __init__(self, module: nn.Module, held: Mapping[str, tuple[tuple[int, ...], Box]] | None = None) -> None:
+        super().__init__(module.named_parameters)
         self._module, self._held = module, dict(held or {})
-        self._now: dict[str, tuple[Box, Tensor]] = {}
 
     def parts(self) -> dict[str, Part]:
         found = {}
@@ -143,10 +158,6 @@ class ModuleTaker:
             name: (self._held[name][1] if name in self._held else held_by(parameter), local_of(parameter))
             for name, parameter in self._module.named_parameters()
         }
-
-    def views(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
-        held, tensor = self._now[name]
-        yield box, box.of(tensor, held)
 
 
 class PlacedTaker:
