@@ -147,6 +147,11 @@ def test_a_wrong_value_is_refused_with_what_is_expected(override: str, expected:
     assert "cannot be" in message
 
 
+def test_an_engine_that_is_not_offered_is_refused_with_why_and_what_is_offered() -> None:
+    message = refusal(TrainSettings, None, [*REQUIRED, "rollout.engine=sglang"])
+    assert "  why: SGLang could not be run where meshloom is tested" in message and "one of torch, vllm" in message
+
+
 def test_missing_keys_are_named_down_to_what_must_be_given(tmp_path: Path) -> None:
     message = refusal(TrainSettings, write(tmp_path, "data:\n  shuffle: false\n"), [])
     for key in ("run_dir", "model.path", "data.train"):

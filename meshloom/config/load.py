@@ -17,6 +17,7 @@ from meshloom.config import yaml_text
 from meshloom.config.given import Given
 from meshloom.config.near import did_you_mean
 from meshloom.config.problems import Problem, require_none
+from meshloom.config.rollout_settings import ENGINES_NOT_OFFERED
 from meshloom.config.schema import Keys
 from meshloom.config.settings import Settings
 
@@ -137,5 +138,6 @@ def _wrong_value(key: str, loc: tuple[str | int, ...], value: Any, keys: Keys, g
         code="K003",
         what=f"{key} cannot be {shown if len(shown) <= 80 else shown[:77] + '…'}{which}",
         where=f"{key} ({place})" if place else key,
+        why=ENGINES_NOT_OFFERED.get(str(value).lower(), "") if key == "rollout.engine" else "",
         fix=f"{did_you_mean(value, keys.options(key)) if isinstance(value, str) else ''}expected: {keys.expected(key)}",
     )

@@ -12,6 +12,11 @@ from meshloom.config.base import Count, CountOrZero, NotNegative, Place, Positiv
 VLLM_TEMPERATURES = (0.01, 2.0)
 """Lowest and highest temperature at which vLLM samples as it is told, 0 apart."""
 
+ENGINES_NOT_OFFERED = {
+    "sglang": "SGLang could not be run where meshloom is tested, and an engine that has never run is not offered"
+}
+"""Engines that a user may look for, and why they are not there."""
+
 
 class SamplingSettings(Settings):
     """The distribution a token is drawn from."""

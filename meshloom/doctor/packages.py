@@ -22,7 +22,6 @@ _OPTIONAL = {
     "triton": (("triton",), "pip install triton; PyTorch's builds for GPUs bring it"),
     "liger-kernel": (("liger-kernel",), "pip install liger-kernel"),
     "ray": (("ray",), 'pip install "meshloom[ray]"'),
-    "sglang": (("sglang",), "pip install sglang"),
     "datasets": (("datasets",), 'pip install "meshloom[datasets]"'),
     "wandb": (("wandb",), 'pip install "meshloom[wandb]"; or leave it out of logging.loggers'),
     "mlflow": (("mlflow", "mlflow-skinny"), 'pip install "meshloom[mlflow]"; or leave it out of logging.loggers'),

@@ -1,9 +1,9 @@
 """The actor's weights to vLLM on other ranks and in other layouts.
 
-Owns: the way of tensors into vLLM's loaders. Refuses to know: which ranks take part (``loop.movers``), schedules, how the actor is
-cut, how tensors travel (``weights.reshard``), vLLM but for its receiver and its world. Always holds: every rank of vLLM gets each tensor
-whole, one bucket after the other, and puts its own part in its places; all tensors are taken whole by the ranks of a replica
-together, and engine and trainer agree about fixed tokens, or the run stops on all ranks.
+Owns: the way of tensors into vLLM's loaders. Refuses to know: who takes part (``loop.movers``), schedules, how the actor is
+cut, how tensors travel (``weights.reshard``), vLLM but for its receiver and world. Always holds: each rank of vLLM gets each
+tensor whole, one bucket after the other, and puts its own part in its places; all tensors are taken whole by the ranks of a
+replica together, and engine and trainer agree about fixed tokens, or the run stops on all ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,6 +5,7 @@ Owns: their meaning here. Always holds: what changes the distribution of the sam
 
 from typing import Any
 
+from meshloom.config.rollout_settings import ENGINES_NOT_OFFERED
 from meshloom.config.verl.actor_rules import ROLLOUT
 from meshloom.config.verl.sheet import Sheet
 from meshloom.config.verl.turn_rules import turn_rules
@@ -40,7 +41,8 @@ def _engine(sheet: Sheet, vllm_is_there: bool) -> str:
         sheet.set("rollout.engine", engine, key)
         return engine
     fix = f"set {key}=vllm, or {key}=hf for the embedded engine"
-    sheet.refuse(key, f"the engine {name!r} does not generate here; {fix}")
+    why = f": {ENGINES_NOT_OFFERED[name]}" if name in ENGINES_NOT_OFFERED else ""
+    sheet.refuse(key, f"the engine {name!r} does not generate here{why}; {fix}")
     sheet.settings.pop("rollout.engine", None)
     return name
 
