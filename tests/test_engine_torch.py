@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from bench import engine as bench_engine
+from bench import turns as bench_turns
 from meshloom.rollout.kv_cache import CacheShape
 from meshloom.rollout.protocol import Request, SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
@@ -134,6 +135,8 @@ def test_the_benchmark_runs(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["engine.py", "--tiny"])
     bench_engine.main()
     assert capsys.readouterr().out.count("ratio (tiny") == 2
+    bench_turns.main()
+    assert "tiny parameters, 16 conversations" in capsys.readouterr().out
 
 
 def test_a_small_model_decodes_on_one_thread_and_gives_the_others_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,23 +169,6 @@ def test_history_rewritten_later_is_found_out(tokenizer) -> None:
     assert isinstance(chat.extend(conversation, said(tokenizer, "3"), REPLY), Rewritten)
 
 
-@pytest.mark.parametrize(
-    ("template", "what"),
-    [
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ", "does not end a turn"),
-        (
-            CHAT_TEMPLATE.replace(
-                "{% for", "{% if messages[1:] %}{{ raise_exception('one only') }}{% endif %}{% for", 1
-            ),
-            "refuses",
-        ),
-    ],
-)
-def test_a_template_that_cannot_go_on_is_refused(tokenizer, template: str, what: str) -> None:
-    with pytest.raises(UserError, match=what):
-        renderer(tokenizer, template).check("user")
-
-
 def test_calls_are_found_in_each_format() -> None:
     one = Call("add", {"a": 1})
     assert hermes('x <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call> y') == [one]

@@ -5,14 +5,14 @@ those that were sampled; what follows them are the ids that the template itself 
 whole conversation; that rendering must begin with the text that the model was shown and then say what the model said, or the
 history is rewritten, which is told and never mended.
 
-White space at the ends of a turn is the one thing a template may drop (many trim a message): the sampled ids keep it.
+White space at the ends of a turn is the one thing a template may drop (many trim a message) or put there: the sampled ids stay
+as they are.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from meshloom.config.errors import UserError
@@ -83,7 +83,7 @@ class ChatRenderer:
         Raises:
             TemplateError: if the template refuses the messages.
         """
-        text = self._render(messages)
+        text = self.render(messages)
         return Conversation(list(messages), text, self._encode(text))
 
     def said(self, turn_ids: Sequence[int]) -> str:
@@ -104,8 +104,8 @@ class ChatRenderer:
         """
         content = self.said(turn_ids)
         messages = [*conversation.messages, {"role": "assistant", "content": content}, *new]
-        whole = self._render(messages)
-        end = _end_of(whole, conversation.text, content, self._end_text)
+        whole = self.render(messages)
+        end = turn_end(whole, conversation.text, content, self.end_text)
         if end is None:
             return Rewritten(_parting(whole, conversation.text + content), self.begin(messages))
         ended = bool(turn_ids) and self.ends(turn_ids[-1])
@@ -116,59 +116,43 @@ class ChatRenderer:
 
     def _behind(self, whole: str, end: int, ended: bool) -> list[int]:
         """Ids behind a turn that ends at a place of the text; its end token is among them if it was not sampled."""
-        cut = whole.index(self._end_text, end) + len(self._end_text) if ended else end
+        cut = whole.index(self.end_text, end) + len(self.end_text) if ended else end
         head, ids = self._encode(whole[:cut]), self._encode(whole)
         if ids[: len(head)] != head:
-            raise self._no_end(f"the tokens of {whole[:cut][-20:]!r} change with what follows")
+            raise self.no_end(f"the tokens of {whole[:cut][-20:]!r} change with what follows")
         return ids[len(head) :]
 
     @property
-    def _end_text(self) -> str:
+    def end_text(self) -> str:
+        """Of the token that the template puts behind a turn."""
         return str(self.tokenizer.decode([self.end_id], skip_special_tokens=False))
 
-    def _no_end(self, why: str) -> UserError:
+    def no_end(self, why: str) -> UserError:
+        """Nothing tells where a turn ends."""
         return UserError(
             "the chat template does not end a turn with a token of its own",
             where="environment",
-            why=f"{why}; behind a turn {self._end_text!r} was expected",
+            why=f"{why}; behind a turn {self.end_text!r} was expected",
             fix="use a model whose template ends each turn with a special token",
         )
-
-    def check(self, role: str) -> None:
-        """Check that the template can go on after a turn, with messages of a role.
-
-        Raises:
-            UserError: if it cannot.
-        """
-        try:
-            conversation = self.begin([{"role": "user", "content": "a"}])
-            found = self.extend(conversation, [*self._encode("b"), self.end_id], [{"role": role, "content": "c"}])
-        except (TemplateError, TypeError) as error:
-            raise UserError(
-                f"the chat template refuses a message of the role {role!r} after a turn of the model",
-                where="environment",
-                why=f"{type(error).__name__}: {error}",
-                fix="use a model whose template knows such turns, or put a chat_template.jinja into its folder",
-            ) from error
-        if isinstance(found, Rewritten):
-            raise self._no_end(found.why)
 
     def shows_tools(self) -> bool:
         """Whether the template shows the tools' schemas at all."""
         messages = [{"role": "user", "content": "a"}]
-        return not self.tools or self._render(messages) != self._render(messages, tools=False)
+        return not self.tools or self.render(messages) != self.render(messages, tools=False)
 
-    def _render(self, messages: Sequence[Message], *, tools: bool = True) -> str:
+    def render(self, messages: Sequence[Message], *, tools: bool = True, opens: bool = True) -> str:
+        """Text of messages; ``tools``: with their descriptions, ``opens``: with the beginning of the model's next turn."""
         shown = list(self.tools) if tools and self.tools else None
         return str(
-            self.tokenizer.apply_chat_template(list(messages), tools=shown, add_generation_prompt=True, tokenize=False)
+            self.tokenizer.apply_chat_template(list(messages), tools=shown, add_generation_prompt=opens, tokenize=False)
         )
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
 
-def _end_of(whole: str, shown: str, content: str, end_text: str) -> int | None:
+def turn_end(whole: str, shown: str, content: str, end_text: str) -> int | None:
     """Where the model's turn ends in the rendered text, if that begins with what was shown and said, and then ends the turn."""
     if not whole.startswith(shown):
         return None
@@ -176,6 +160,10 @@ def _end_of(whole: str, shown: str, content: str, end_text: str) -> int | None:
         end = len(shown) + len(form)
         if whole.startswith(form, len(shown)) and whole[end:].lstrip().startswith(end_text):
             return end
+    behind, said = whole[len(shown) :], content.strip()
+    end = len(shown) + len(behind) - len(behind.lstrip()) + len(said)
+    if whole[:end].endswith(said) and whole[end:].lstrip().startswith(end_text):
+        return end
     return None
 
 

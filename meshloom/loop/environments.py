@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from meshloom.config.episode_settings import EnvironmentSettings
+from meshloom.config.episode_settings import EnvironmentSettings, RewrittenHistory
 from meshloom.config.errors import UserError
 from meshloom.config.problems import require_none
 from meshloom.config.settings import DataSettings, EvalSettings, SourceSettings, TrainSettings
@@ -21,6 +21,7 @@ from meshloom.data.rows import Prompt, Row
 from meshloom.data.sources import load_rows
 from meshloom.environments.chat import ChatRenderer
 from meshloom.environments.pool import EnvironmentPool, tool_schemas
+from meshloom.environments.template_checks import check_template
 from meshloom.loop.collect import Collector
 from meshloom.loop.episodes import Environments, EpisodeCollector
 from meshloom.loop.reward_models import Models
@@ -39,12 +40,14 @@ class RunPrompts:
         data: settings of the prompts.
         tokenizer: of the model.
         renderer: of conversations; none without an environment.
+        remark: what a user should know of the chat template; empty if nothing is known.
     """
 
     settings: EnvironmentSettings | None
     data: DataSettings
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer | None
+    remark: str = ""
 
     def load(self, source: SourceSettings) -> RenderedPrompts:
         """Prompts of a source, and how many were too long and dropped. Where an environment makes them when it is reset, the
@@ -72,7 +75,9 @@ def run_prompts(settings: TrainSettings | EvalSettings, tokenizer: PreTrainedTok
     Raises:
         UserError: if a file lacks what is named, a tool has no schema, or the chat template cannot go on after a turn.
     """
-    return RunPrompts(settings.environment, settings.data, tokenizer, _renderer(settings, tokenizer))
+    renderer = _renderer(settings, tokenizer)
+    remark = template_remark(settings, renderer)
+    return RunPrompts(settings.environment, settings.data, tokenizer, renderer, remark)
 
 
 def _renderer(settings: TrainSettings | EvalSettings, tokenizer: PreTrainedTokenizerBase) -> ChatRenderer | None:
@@ -90,10 +95,24 @@ def _renderer(settings: TrainSettings | EvalSettings, tokenizer: PreTrainedToken
             why="the tokenizer has none" if end is not None else "the tokenizer has no end token",
             fix="put chat_template.jinja into the model folder",
         )
-    renderer = ChatRenderer(tokenizer, end, tool_schemas(environment))
-    if environment.max_turns > 1 and not environment.reasoning_gym:
-        renderer.check("tool" if environment.tools else "user")
-    return renderer
+    return ChatRenderer(tokenizer, end, tool_schemas(environment))
+
+
+def template_remark(settings: TrainSettings | EvalSettings, renderer: ChatRenderer | None) -> str:
+    """Check that the chat template can go on after a turn, where there are several; what to tell of it, or nothing.
+
+    Raises:
+        UserError: if it cannot.
+    """
+    environment = settings.environment
+    if environment is None or renderer is None or environment.reasoning_gym or environment.max_turns == 1:
+        return ""
+    return check_template(
+        renderer,
+        "tool" if environment.tools else "user",
+        system_prompt=settings.data.system_prompt,
+        splits=environment.rewritten_history is RewrittenHistory.SPLIT,
+    )
 
 
 def open_environments(

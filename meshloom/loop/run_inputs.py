@@ -122,8 +122,7 @@ class RunInputs:
         """What the user is told of it when the run begins."""
         if self.num_dropped:
             yield f"{self.num_dropped} prompts longer than data.max_prompt_tokens were dropped"
-        if unseen := unseen_tools(self.rendered):
-            yield unseen
+        yield from filter(None, (unseen_tools(self.rendered), self.rendered.remark))
 
 
 def check_places(settings: TrainSettings, *, resume: bool) -> None:

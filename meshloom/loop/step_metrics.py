@@ -43,8 +43,13 @@ def check_rewards(batch: Samples, settings: TrainSettings) -> None:
     if invalid_share > settings.reward.max_invalid_share:
         reasons = Counter(reason for reason in batch.meta["invalid"] if reason is not None)
         reason, count = reasons.most_common(1)[0]
-        place, mended = "reward.function", "the reward function"
-        if settings.environment is not None and reason.removeprefix(f"{NO_BASELINE}: ").startswith(_OF_ENVIRONMENTS):
+        place, mended, cause = "reward.function", "the reward function", reason.removeprefix(f"{NO_BASELINE}: ")
+        if settings.environment is not None and cause.startswith(FaultReason.REWRITTEN):
+            place, mended = (
+                "environment.rewritten_history",
+                "it by split, or a chat template that leaves earlier turns alone",
+            )
+        elif settings.environment is not None and cause.startswith(_OF_ENVIRONMENTS):
             place, mended = "environment", "the environment"
         elif settings.reward.components:
             place, mended = "reward.components", "the component that it names"
