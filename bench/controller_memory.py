@@ -142,7 +142,8 @@ class Step:
 
     def __init__(self, batch: Samples, replicas: int, ranks: int, updates: int) -> None:
         self.layout = GroupLayout.of_mesh(range(replicas * ranks), [("fsdp", replicas), ("tp", ranks)], ["fsdp"])
-        self.held, self.count = HeldSamples(self.layout.ranks), updates
+        untold = ("old_logprob", "reference_logprob")
+        self.held, self.count = HeldSamples(self.layout.ranks, learner=self.layout, untold=untold), updates
         self.batch = replace(self.held.begin(batch, self.cut), meta={})
 
     def cut(self, batch: Samples) -> list[Samples]:
@@ -158,9 +159,10 @@ class Step:
             parts, *sent = self.send(asked)
             yield f"to ranks for {name}", *sent
             column_T = self.batch["sampler_logprob"] + len(name)
-            yield f"back: {name}", written(column_T), 2 * written(column_T)
+            tells = self.held.need_tell(name, asked, parts, self.layout)
+            yield f"back: {name}", tells * written(column_T), 2 * written(column_T)
             at = dict(zip(self.layout.ranks, self.layout.data_index, strict=True))
-            self.held.computed(name, column_T, asked, parts, at)
+            column_T = self.held.computed(name, column_T if tells else None, asked, parts, at)
             self.batch = self.batch.with_tokens(**{name: column_T})
         each_S = torch.randn(len(self.batch), dtype=torch.float64).repeat_interleave(self.batch.lengths)
         batch = self.batch.with_tokens(advantages=torch.where(self.batch["mask"], each_S, 0.0))

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from meshloom.config.load import load_settings
+from meshloom.config.settings import TrainSettings
 from meshloom.fabric.dispatch import GroupLayout
 from meshloom.fabric.wire import decode, encode
 from meshloom.loop.correction import learned
 from meshloom.loop.held import HeldSamples, Shares, what_is_new
 from meshloom.loop.parcels import KeptSamples, Parcel
 from meshloom.loop.sharing import Sharing, shared_out
+from meshloom.plan.role_numbers import unread_logprobs
 from meshloom.samples import Samples
 from meshloom.samples.balance import Costs
 
@@ -145,6 +148,55 @@ def test_samples_that_stay_cost_no_balance(seed: int) -> None:
             costs, alone = Costs.of(samples), SHARING.parts(samples, 2)
             assert max(map(costs.of_part, parts)) <= 1.01 * max(map(costs.of_part, alone))
             cluster.call(samples, parts=parts)
+
+
+def test_log_probs_that_only_the_loss_reads_stay_on_ranks() -> None:
+    """The controller has none of them; updates that are made of them are those that they would be, and stay where they are."""
+    cluster = Cluster()
+    cluster.held = HeldSamples(cluster.keeping, learner=PAIRS, untold=["old_logprob"])
+    batch = cluster.held.begin(batch_of(32), cut_by(16))
+    parts = shared_out(SHARING, asked(batch), PAIRS, cluster.held)
+    assert cluster.held.need_tell("values", asked(batch), parts, PAIRS)
+    assert cluster.held.need_tell("old_logprob", asked(batch), parts[::-1], PAIRS)
+    assert not cluster.held.need_tell("old_logprob", asked(batch), parts, PAIRS)
+    last_stage, name = {1: 0, 3: 1}, "old_logprob"
+    for rank, parcel in brought(cluster, asked(batch), parts):
+        ids = cluster.hosts[rank].take(parcel)["ids"]
+        if rank in last_stage:
+            cluster.hosts[rank].keep(parcel, name, ids.float())
+    batch = batch.with_tokens(old_logprob=cluster.held.computed(name, None, asked(batch), parts, last_stage))
+    assert bool(batch[name].isnan().all())
+    for update in cut_by(16)(batch):
+        parts = shared_out(SHARING, update, PAIRS, cluster.held)
+        for rank, parcel in brought(cluster, update, parts):
+            found = cluster.hosts[rank].take(parcel)
+            assert (name in found.tokens) == (rank in last_stage)
+            if rank in last_stage:
+                assert torch.equal(found[name], update.select(parts[last_stage[rank]])["ids"].float())
+        with pytest.raises(RuntimeError, match="would go to rank"):
+            cluster.held.parcels(update, parts[::-1], PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("change", "unread"),
+    [
+        ("algorithm.kl=loss", {"old_logprob", "reference_logprob"}),
+        ("algorithm.kl=reward", set()),
+        ("algorithm.correction={reject: k2, reject_threshold: 2.0}", {"reference_logprob"}),
+        ("rollout.from_samples=samples.jsonl", {"reference_logprob"}),
+    ],
+    ids=["divergence in the loss", "divergence in the reward", "rejection", "samples of a file"],
+)
+def test_log_probs_that_the_loop_reads_are_told(change: str, unread: set[str]) -> None:
+    given = ["run_dir=r", "model.path=m", "data.train.reasoning_gym=basic_arithmetic", change]
+    assert set(unread_logprobs(load_settings(TrainSettings, None, given))) == unread
+
+
+def brought(cluster: Cluster, samples: Samples, parts: list[list[int]]) -> list[tuple[int, Parcel]]:
+    """Parcels of pairs of ranks, with what the first of each hands on."""
+    each = cluster.held.parcels(samples, parts, PAIRS)
+    assert [parcel.comes_from for parcel in each] == [None, 0, None, 2]
+    return [(rank, replace(parcel, pieces=each[rank // 2 * 2].pieces)) for rank, parcel in enumerate(each)]
 
 
 def test_a_sample_that_moves_is_sent_once_more() -> None:

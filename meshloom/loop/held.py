@@ -1,8 +1,11 @@
 """What ranks hold of the samples of the step that is on, as the controller knows it: so that nothing is sent twice.
 
 Owns: which rank has which columns of which samples, what a call has to send, where samples may stay. Refuses to know: models,
-processes, what a column means. Always holds: what a rank is taken to have are columns of the step's batch and nothing else; a
-column that is another than the batch's, such as a mask without invalid samples, is sent where it differs, with each call.
+processes, what a column means. Always holds: what a rank is taken to have are columns of the step's batch and nothing else; one
+that is another than the batch's, such as a mask without invalid samples, is sent where it differs, with each call.
+
+What ranks compute and nobody but their own loss reads need not come to the controller: such a column is *untold*. The
+controller has ``nan`` in its place, and while there is one, samples stay where they are.
 
 Legend: S samples of a part, B samples of the batch, T tokens of the samples of a call end to end.
 """
@@ -49,8 +52,7 @@ def what_is_new(name: str) -> Dispatch:
         if len(shares.parts) != layout.num_parts:
             raise ValueError(f"{name} has {len(shares.parts)} parts for {layout.num_parts} replicas")
         held = shares.held or HeldSamples(())
-        pieces = [shares.samples.select(part) for part in shares.parts]
-        parcels = held.parcels(pieces, layout)
+        parcels = held.parcels(shares.samples, shares.parts, layout)
         return [{**arguments, name: parcel} for parcel in parcels]
 
     return dispatch
@@ -62,10 +64,22 @@ class HeldSamples:
     Args:
         ranks: that keep what they are given: those of models that are trained.
         tell: called with ranks that are to give up what they keep.
+        learner: layout of the model whose loss reads log-probs; none where all of them are told.
+        untold: columns that its ranks need not tell.
     """
 
-    def __init__(self, ranks: Collection[int], tell: Callable[[Sequence[int]], Any] = lambda ranks: None) -> None:
+    def __init__(
+        self,
+        ranks: Collection[int],
+        tell: Callable[[Sequence[int]], Any] = lambda ranks: None,
+        learner: GroupLayout | None = None,
+        untold: Collection[str] = (),
+    ) -> None:
         self._ranks, self._tell = frozenset(ranks), tell
+        self._learner, self._need_not_tell = learner, frozenset(untold)
+        self._untold: dict[str, frozenset[int]] = {}
+        self.settled: Sequence[Sequence[int]] | None = None
+        """Parts of the batch on the learner's replicas that hold for all updates of the step."""
         self._number, self._batch = 0, Samples(torch.zeros(0, dtype=torch.int64))
         self._is_on = False
         self._has: dict[int, dict[str, Tensor]] = {}
@@ -85,12 +99,13 @@ class HeldSamples:
         self.updates = cut(Samples(batch.lengths, {"mask": batch["mask"]}, {**rows, PLACE: place_B}))
         self._number += 1
         self._batch, self._has, self._is_on = Samples(batch.lengths, dict(batch.tokens)), {}, True
+        self._untold, self.settled = {}, None
         return batch.with_rows(**{PLACE: place_B})
 
     def end(self) -> None:
         """The step is over, or has failed: ranks give up what they keep. Waits for nobody."""
         ranks, self._has, self._is_on = sorted(self._has), {}, False
-        self._batch, self.updates = Samples(torch.zeros(0, dtype=torch.int64)), ()
+        self._batch, self.updates, self._untold = Samples(torch.zeros(0, dtype=torch.int64)), (), {}
         if ranks:
             self._tell(ranks)
 
@@ -111,46 +126,70 @@ class HeldSamples:
         """Whether ranks of a group keep what they are given."""
         return not self._ranks.isdisjoint(layout.ranks)
 
+    def must_stay(self, layout: GroupLayout) -> bool:
+        """Whether replicas of a layout alone have something of their samples."""
+        return bool(self._untold) and layout == self._learner
+
+    def need_tell(self, name: str, samples: Samples, parts: Sequence[Sequence[int]], layout: GroupLayout) -> bool:
+        """Whether ranks that compute a column must tell it: the loop reads it, or its samples may be needed elsewhere."""
+        settled = layout.num_parts == 1 or parts == self.settled
+        stays = layout == self._learner and self.is_whole(samples) and settled
+        return name not in self._need_not_tell or not stays
+
     def is_whole(self, samples: Samples) -> bool:
         """Whether these are all samples of the step that is on, in their order."""
         return self.knows(samples) and torch.equal(samples[PLACE], torch.arange(len(self._batch)))
 
-    def parcels(self, parts: Sequence[Samples], layout: GroupLayout) -> list[Parcel]:
+    def parcels(self, samples: Samples, shares: Sequence[Sequence[int]], layout: GroupLayout) -> list[Parcel]:
         """What each rank is sent, of its replica's part; from now on it has that. Of ranks that lack the same, as those of a
         replica mostly do, one is sent it, which hands it on to the others."""
-        same = [self._as_in_batch(part) if self.knows(part) else {} for part in parts]
+        parts = [samples.select(share) for share in shares]
+        are_kept = self.knows(samples) and self.keeps(layout)
+        the_batchs = [name for name, column in samples.tokens.items() if column is self._batch.tokens.get(name)]
+        same = [self._as_in_batch(part, the_batchs) if are_kept else {} for part in parts]
         alike: dict[tuple[Any, ...], list[int]] = {}
         made: dict[tuple[Any, ...], Parcel] = {}
+        columns: dict[int, tuple[str, ...]] = {}
         with self._lock:
             for rank, index in zip(layout.ranks, layout.data_index, strict=True):
-                part = parts[index]
-                keeps = rank in self._ranks and self.knows(part)
+                keeps = rank in self._ranks and self.knows(parts[index])
+                part = self._without_untold(rank, parts[index]) if keeps else parts[index]
                 sent = self._sent(rank, part, same[index]) if keeps else _everything(part)
                 key = (index, keeps, *((bytes(which.numpy()), *names) for which, names, _ in sent))
                 alike.setdefault(key, []).append(rank)
+                columns[rank] = tuple(part.tokens)
                 if key not in made:
                     made[key] = self._parcel(part, sent, keeps=keeps)
         of_rank = {rank: each for key, ranks in alike.items() for rank, each in _handed(made[key], ranks)}
-        return [of_rank[rank] for rank in layout.ranks]
+        return [replace(of_rank[rank], columns=columns[rank]) for rank in layout.ranks]
 
     def computed(
-        self, name: str, column_T: Tensor, samples: Samples, parts: Sequence[Sequence[int]], ranks: Mapping[int, int]
-    ) -> None:
-        """Ranks keep a column that they have computed of all samples of the step.
+        self,
+        name: str,
+        column_T: Tensor | None,
+        samples: Samples,
+        parts: Sequence[Sequence[int]],
+        ranks: Mapping[int, int],
+    ) -> Tensor:
+        """Ranks keep a column that they have computed of all samples of the step; the column, as the controller has it.
 
         Args:
             name: that it has from now on.
-            column_T: as they told it.
+            column_T: as they told it; none if they did not.
             samples: of the call.
             parts: of each replica, as of ``Shares``.
             ranks: that have it, with the part that each computed.
         """
+        if column_T is None:
+            column_T = torch.full((1,), torch.nan).expand(samples.num_tokens)
+            self._untold[name] = frozenset(ranks)
         if not self.is_whole(samples):
-            return
+            return column_T
         with self._lock:
             self._batch = self._batch.with_tokens(**{name: column_T})
             for rank in self._ranks & ranks.keys():
                 self._of_rank(rank, name)[samples[PLACE][list(parts[ranks[rank]])]] = True
+        return column_T
 
     def replicas(self, samples: Samples, layout: GroupLayout) -> list[int]:
         """Which replica has each sample, on all of its ranks, and most columns of it; -1 where none has it."""
@@ -169,11 +208,28 @@ class HeldSamples:
         """Which samples of the batch a rank has a column of, [B]; to be changed in place."""
         return self._has.setdefault(rank, {}).setdefault(name, torch.zeros(len(self._batch), dtype=torch.bool))
 
-    def _as_in_batch(self, part: Samples) -> dict[str, Tensor]:
-        """For each column that the batch has too, of which samples it is the same, [S]."""
-        batch = Samples(self._batch.lengths, {n: c for n, c in self._batch.tokens.items() if n in part.tokens})
-        batch = batch.select(part[PLACE])
-        return {name: _same(part, name, column_T) for name, column_T in batch.tokens.items()}
+    def _without_untold(self, rank: int, part: Samples) -> Samples:
+        """A part without columns that a rank does not have and nobody tells: the loss that reads them is computed on others.
+
+        Raises:
+            RuntimeError: if it should have them.
+        """
+        lacks = [n for n in self._untold if n in part.tokens and not bool(self._of_rank(rank, n)[part[PLACE]].all())]
+        if wrong := [name for name in lacks if rank in self._untold[name]]:
+            raise RuntimeError(f"samples without their {wrong[0]} would go to rank {rank}: other ranks alone have it")
+        return replace(part, tokens={name: column for name, column in part.tokens.items() if name not in lacks})
+
+    def _as_in_batch(self, part: Samples, the_batchs: Collection[str]) -> dict[str, Tensor]:
+        """For each column that the batch has too, of which samples it is the same, [S].
+
+        Args:
+            part: of a call's samples.
+            the_batchs: columns of the call that are known to be the same: the very tensors of the batch.
+        """
+        names = [name for name in self._batch.tokens if name in part.tokens and name not in the_batchs]
+        batch = Samples(self._batch.lengths, {name: self._batch.tokens[name] for name in names}).select(part[PLACE])
+        found = {name: _same(part, name, column_T) for name, column_T in batch.tokens.items()}
+        return found | {name: torch.ones(len(part), dtype=torch.bool) for name in the_batchs}
 
     def _sent(self, rank: int, part: Samples, same: Mapping[str, Tensor]) -> list[tuple[Tensor, list[str], bool]]:
         """Which samples a rank is sent which columns of, and whether it keeps those; columns of the same samples together."""

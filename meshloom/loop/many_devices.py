@@ -42,6 +42,7 @@ from meshloom.plan.lag import steps_ahead
 from meshloom.plan.layout import Layout, RoleLayout, share_devices
 from meshloom.plan.placement import Role
 from meshloom.plan.reference import refreshes
+from meshloom.plan.role_numbers import unread_logprobs
 from meshloom.rollout.vllm_build import require_vllm
 
 _HOST = "meshloom.loop.worker_host:WorkerHost"
@@ -145,7 +146,7 @@ class _Ranks:
         self._reference = layout.role(Role.REFERENCE)
         critic = layout.role(Role.CRITIC)
         trained = {rank for found in (self._actor, critic) if found is not None for rank in found.devices}
-        self.held = HeldSamples(trained, self._tell_to_let_go)
+        self.held = HeldSamples(trained, self._tell_to_let_go, _layout(self._actor), unread_logprobs(settings))
         self.takes_turns = share_devices(self._actor, self._rollout)
         self.actor = RemoteModel(self._ranks(self._actor, sharing_of(settings, self._actor, backward=True)))
         reward = layout.role(Role.REWARD)
@@ -258,8 +259,7 @@ class _Ranks:
         return WorkerGroup(self._workers, GroupLayout.data_parallel(sorted(ranks)), WorkerHost)
 
     def _group(self, found: RoleLayout) -> WorkerGroup:
-        ranks = GroupLayout.of_mesh(found.ranks, found.mesh.axes, DATA_AXES)
-        return WorkerGroup(self._workers, ranks, WorkerHost)
+        return WorkerGroup(self._workers, _layout(found), WorkerHost)
 
     def _ranks(self, found: RoleLayout, sharing: Sharing) -> RoleRanks:
         """A model's ranks. Those of the last stage know what its head says: stages are the outermost axis."""
@@ -269,3 +269,8 @@ class _Ranks:
     def _tell_to_let_go(self, ranks: Sequence[int]) -> None:
         """Ranks give up what they keep once they have done what they were called for before; nobody waits for it."""
         self._workers.submit("let_go", ranks=ranks, phase="update", deadline_s=ASK_S)
+
+
+def _layout(found: RoleLayout) -> GroupLayout:
+    """A role's replicas."""
+    return GroupLayout.of_mesh(found.ranks, found.mesh.axes, DATA_AXES)

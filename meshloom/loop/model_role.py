@@ -49,21 +49,22 @@ class RoleRanks:
         return Shares(samples, shared_out(self.sharing, samples, self.group.layout, self.held), self.held)
 
     def ask(self, role: Role, samples: Samples, *, temperature: float, adapters: bool) -> Tensor:
-        """Log-probabilities, or a critic's values [T]; ranks that keep the samples keep them too."""
+        """Log-probabilities, or a critic's values [T]; ranks that keep the samples keep them too, and may alone have them:
+        then they are ``nan`` here."""
         shares = self.shares(Samples(samples.lengths, {n: samples.tokens[n] for n in ("ids", "mask")}, samples.rows))
         name = _KEPT_AS.get(role, "old_logprob" if adapters else "reference_logprob")
+        layout, held = self.group.layout, self.held or HeldSamples(())
+        tells = held.need_tell(name, samples, shares.parts, layout)
+        asked = {"role": role, "temperature": temperature, "adapters": adapters, "kept_as": name, "tells": tells}
         found = self.group.call(
             "forward",
-            {"samples": shares, "role": role, "temperature": temperature, "adapters": adapters, "kept_as": name},
+            {"samples": shares, **asked},
             phase="values" if role is Role.CRITIC else "log-prob",
             deadline_s=COMPUTE_DEADLINE_S,
         )
-        (found_T,) = in_order(samples, shares.parts, found).tokens.values()
-        if self.held is not None:
-            layout = self.group.layout
-            ranks = {r: part for r, part in zip(layout.ranks, layout.data_index, strict=True) if r in self.knowing}
-            self.held.computed(name, found_T, samples, shares.parts, ranks)
-        return found_T
+        found_T = next(iter(in_order(samples, shares.parts, found).tokens.values())) if tells else None
+        ranks = {r: part for r, part in zip(layout.ranks, layout.data_index, strict=True) if r in self.knowing}
+        return held.computed(name, found_T, samples, shares.parts, ranks)
 
 
 @dataclass

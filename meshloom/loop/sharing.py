@@ -93,11 +93,12 @@ def shared_out(sharing: Sharing, samples: Samples, layout: GroupLayout, held: He
     bound = _EVEN * _heaviest(costs, own)
     where = held.replicas(samples, layout)
     stay = [[i for i, index in enumerate(where) if index == part] for part in range(layout.num_parts)]
-    if -1 not in where and _heaviest(costs, stay) <= bound:
+    if -1 not in where and (held.must_stay(layout) or _heaviest(costs, stay) <= bound):
         return stay
     if held.is_whole(samples):
         of_updates = _by_updates(sharing, held.updates, layout.num_parts)
         if _heaviest(costs, of_updates) <= bound:
+            held.settled = of_updates
             return of_updates
     return _nearest(own, where, samples.lengths.tolist())
 

@@ -144,17 +144,19 @@ class WorkerHost:
 
     @verb(dispatch=what_is_new("samples"), collect=from_answering)
     def forward(
-        self, samples: Parcel, role: Role, temperature: float, adapters: bool, kept_as: str
+        self, samples: Parcel, role: Role, temperature: float, adapters: bool, kept_as: str, tells: bool
     ) -> dict[str, torch.Tensor] | None:
         """What a model's head says first of this replica's samples: log-probs, or values. They are kept under a name of their
-        own where the samples are kept."""
+        own where the samples are kept, and told if they are wanted."""
         model = self._models[role]
         names = {Role.REFERENCE: "reference", Role.CRITIC: "values"}
         self._phases.enter(names.get(role, "log_prob" if adapters else "reference"))
         column_T = model.forward(self._kept.take(handed_on(samples)), temperature=temperature, adapters=adapters)[0]
         if model.mesh.knows:
             self._kept.keep(samples, kept_as, column_T)
-        return {model.head.columns[0]: column_T} if model.mesh.answers else None
+        if not model.mesh.answers:
+            return None
+        return {model.head.columns[0]: column_T} if tells else {}
 
     @verb(dispatch=what_is_new("samples"), collect=from_answering)
     def forward_backward(self, samples: Parcel, role: Role, loss: Loss, temperature: float) -> dict[str, Any] | None:

@@ -75,6 +75,18 @@ def computes_logprobs(settings: TrainSettings) -> bool:
     return computes_old_logprobs(settings) or is_reference
 
 
+def unread_logprobs(settings: TrainSettings) -> tuple[str, ...]:
+    """Columns of log-probs that only the actor's loss reads, and no reward, rejection or record: they may stay on its ranks.
+
+    A file of samples may lack what their sampler thought, in whose place the actor's own log-probs are then.
+    """
+    algorithm = settings.algorithm
+    if algorithm.kl is KlPlace.REWARD:
+        return ()
+    reads_old = algorithm.correction.reject != "none" or settings.rollout.from_samples is not None
+    return ("reference_logprob",) if reads_old else ("old_logprob", "reference_logprob")
+
+
 def model_role(
     settings: TrainSettings,
     found: RoleLayout,

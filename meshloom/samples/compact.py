@@ -14,11 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_NARROWER = {
-    torch.int64: (torch.uint8, torch.int16, torch.int32),
-    torch.int32: (torch.uint8, torch.int16),
-    torch.float64: (torch.float32,),
-}
+_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,11 +39,13 @@ class Compact:
         Args:
             column_T: one number a token, on the CPU.
         """
-        narrow_T = _narrowed(column_T)
         bits_T = bits_of(column_T)
-        starts_R = torch.cat([torch.zeros(min(1, len(bits_T)), dtype=torch.int64), _changes(bits_T)])
-        if len(starts_R) * (column_T.element_size() + 4) >= narrow_T.nbytes:
+        changes_T = bits_T[1:] != bits_T[:-1]
+        num_runs = min(1, len(bits_T)) + int(changes_T.count_nonzero())
+        narrow_T = _narrowed(column_T)
+        if num_runs * (column_T.element_size() + 4) >= narrow_T.nbytes:
             return cls(narrow_T, column_T.dtype)
+        starts_R = torch.cat([torch.zeros(1, dtype=torch.int64), changes_T.nonzero().squeeze(1) + 1])
         counts_R = torch.diff(starts_R, append=torch.tensor([len(bits_T)]))
         return cls(column_T[starts_R], column_T.dtype, counts_R.int())
 
@@ -67,15 +65,13 @@ def bits_of(column: Tensor) -> Tensor:
     return column.view(_BITS[column.element_size()])
 
 
-def _changes(bits_T: Tensor) -> Tensor:
-    """Places whose value is another than that before."""
-    return (bits_T[1:] != bits_T[:-1]).nonzero().squeeze(1) + 1
-
-
 def _narrowed(column_T: Tensor) -> Tensor:
     """The same values in the narrowest dtype that has them all."""
-    for dtype in _NARROWER.get(column_T.dtype, ()):
-        narrow_T = column_T.to(dtype)
-        if torch.equal(bits_of(narrow_T.to(column_T.dtype)), bits_of(column_T)):
-            return narrow_T
-    return column_T
+    if column_T.dtype is torch.float64:
+        narrow_T = column_T.float()
+        return narrow_T if torch.equal(bits_of(narrow_T.double()), bits_of(column_T)) else column_T
+    if column_T.dtype not in (torch.int64, torch.int32) or not len(column_T):
+        return column_T
+    low, high = (int(bound) for bound in column_T.aminmax())
+    fitting = (dtype for dtype in _INTEGERS if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max)
+    return column_T.to(next(fitting))
