@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from meshloom.config.errors import UserError
+from meshloom.config.errors import RunFault, UserError
 from meshloom.train.checkpoint_store import (
     CheckpointStore,
     IncompleteCheckpoint,
@@ -239,7 +239,7 @@ def test_saving_in_the_background_does_not_wait_for_the_writer(store: Checkpoint
 
 def test_too_little_room_is_refused_before_anything_is_written(store: CheckpointStore) -> None:
     called = []
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(RunFault) as caught:
         store.save(3, called.append, estimated_bytes=2**60)
     assert "no room for the checkpoint of step 3: it needs 1,048,576.00 TiB" in str(caught.value)
     assert called == []
@@ -277,7 +277,7 @@ def test_a_full_disk_is_told_plainly_and_costs_no_earlier_checkpoint(
 ) -> None:
     with CheckpointStore(small_disk, keep_last=1, keep_best=0) as store:
         store.save(1, writes(1))
-        with pytest.raises(UserError, match="the disk is full: the checkpoint of step 2"):
+        with pytest.raises(RunFault, match="the disk is full: the checkpoint of step 2"):
             store.save(2, fills, asynchronous=asynchronous)
             store.wait()
         assert names(small_disk) == ["step-000001"]

@@ -120,13 +120,24 @@ def _problems_of(error: ValidationError, keys: Keys, given: Given) -> list[Probl
                 what = f"the key {key!r} is missing"
                 problems[key] = Problem(code="K002", what=what, where=where, fix=f"give {key}: {keys.expected(key)}")
         elif fault["type"] == "extra_forbidden":
-            near = keys.nearest(path)
+            near = _nearest(path, fault["input"], keys)
             fix = f"did you mean {' or '.join(near)}?" if near else "leave it out; `meshloom schema` prints all keys"
             problems[path] = Problem(code="K001", what=f"there is no key {path!r}", where=where, fix=fix)
         else:
             key = keys.known_part(fault["loc"])
             problems.setdefault(key, _wrong_value(key, fault["loc"], fault["input"], keys, given))
     return list(problems.values())
+
+
+def _nearest(path: str, given: Any, keys: Keys) -> list[str]:
+    """Keys that an unknown one may mean; for a group that is like none beside it, keys that are called as those in it."""
+    near = keys.nearest(path)
+    above, _, last = path.rpartition(".")
+    if not isinstance(given, dict) or any(did_you_mean(last, [key.removeprefix(f"{above}.")]) for key in near):
+        return near
+    inside = [(f"{path}.{name}", str(name)) for name in given]
+    meant = [key for whole, name in inside for key in keys.nearest(whole) if key.rpartition(".")[2] == name]
+    return list(dict.fromkeys(meant)) or near
 
 
 def _wrong_value(key: str, loc: tuple[str | int, ...], value: Any, keys: Keys, given: Given) -> Problem:

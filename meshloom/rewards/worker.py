@@ -80,7 +80,8 @@ def _read_result(result: Any) -> Outcome:
         parts = {name: number for name, number in list(numbers.items())[:_MAX_PARTS] if number is not None}
     value = _number(score)
     if value is None:
-        return None, InvalidReason.NOT_A_NUMBER, _bounded(f"{type(score).__name__}: {score!r}"), parts
+        hint = " (a function without a return?)" if result is None else ""
+        return None, InvalidReason.NOT_A_NUMBER, _bounded(f"{type(score).__name__}: {score!r}{hint}"), parts
     return value, None, remark, parts
 
 

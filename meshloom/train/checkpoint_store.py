@@ -28,7 +28,7 @@ from types import TracebackType
 
 from safetensors import SafetensorError
 
-from meshloom.config.errors import UserError
+from meshloom.config.errors import RunFault, UserError
 from meshloom.observe.atomic import give_usual_modes
 from meshloom.observe.lock import is_held
 from meshloom.plan.amounts import format_bytes
@@ -155,21 +155,22 @@ def _is_complete(checkpoint: Path) -> bool:
     return True
 
 
-def require_room(folder: Path, num_bytes: int, what: str) -> None:
+def require_room(folder: Path, num_bytes: int, what: str, kind: type[UserError] = UserError) -> None:
     """Do nothing if the disk of a folder, which need not be there yet, has room.
 
     Args:
         folder: where it is to be written.
         num_bytes: what it needs; 0 if that is not known.
         what: is written, for the message.
+        kind: of the error; a ``RunFault`` in a run that is on.
 
     Raises:
-        UserError: if there is too little room.
+        UserError: or ``kind``, if there is too little room.
     """
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(there).free
     if num_bytes and free < num_bytes + _SPARE_BYTES:
-        raise UserError(
+        raise kind(
             f"there is no room for {what}: it needs {format_bytes(num_bytes)}",
             where=str(folder),
             why=f"{format_bytes(free)} are free on that disk, of which {format_bytes(_SPARE_BYTES)} are to be left",
@@ -227,13 +228,13 @@ class CheckpointStore:
             estimated_bytes: what ``write`` is going to write.
 
         Raises:
-            UserError: if the disk has too little room, before anything is written or when it is full.
+            RunFault: if the disk has too little room, before anything is written or when it is full.
             Exception: whatever ``write`` raised, now or in the save before; earlier checkpoints are untouched.
         """
         if score is not None and not math.isfinite(score):
             raise ValueError(f"score of step {step} is {score}")
         self.wait()
-        require_room(self.folder, estimated_bytes, f"the checkpoint of step {step}")
+        require_room(self.folder, estimated_bytes, f"the checkpoint of step {step}", RunFault)
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True)
             _sync(self.folder.parent)
@@ -286,7 +287,7 @@ class CheckpointStore:
             if _is_full(error):
                 what = f"the disk is full: the checkpoint of step {step} could not be written"
                 fix = "free some room and resume; earlier checkpoints are untouched"
-                raise UserError(what, where=str(self.folder), fix=fix) from error
+                raise RunFault(what, where=str(self.folder), fix=fix) from error
             raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
