@@ -101,9 +101,14 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
 
 
 def _stage(
-    resources: ExitStack, inputs: RunInputs, plan: Plan, session: Session, roles: Roles, ranks: "_Ranks"
+    resources: ExitStack,
+    inputs: RunInputs,
+    plan: Plan,
+    session: Session,
+    roles: Roles[RemoteModel, RemoteReference],
+    ranks: "_Ranks",
 ) -> RemoteStage:
-    """What the control drives; threads of rollouts, and of a critic that learns beside the actor, where devices allow it."""
+    """What the control drives; with threads of rollouts, and of a critic that learns beside the actor, where devices allow."""
     settings = inputs.settings
     return RemoteStage(
         settings,
@@ -214,7 +219,9 @@ class _Ranks:
             takes_turns=self.takes_turns,
         )
 
-    def roles(self, engine: RemoteEngine, inputs: RunInputs, around: Surroundings) -> Roles:
+    def roles(
+        self, engine: RemoteEngine, inputs: RunInputs, around: Surroundings
+    ) -> Roles[RemoteModel, RemoteReference]:
         """The roles, once they are built.
 
         Args:

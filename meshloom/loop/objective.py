@@ -20,6 +20,7 @@ from meshloom.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs, Polic
 from meshloom.algorithms.reduce import Denominators, denominators, entropy_term, kl_term, reduce
 from meshloom.algorithms.segments import sample_counts, sample_sums
 from meshloom.algorithms.shaping import place_turn_rewards, subtract_kl
+from meshloom.config.errors import RunFault
 from meshloom.config.settings import AlgorithmSettings, KlPlace
 from meshloom.loop.correction import weighed
 from meshloom.samples import Samples
@@ -80,8 +81,9 @@ def with_advantages(
     sums_S = sample_sums(torch.where(mask_T, found.advantages_T, 0.0), own.lengths)
     mean_S = sums_S / sample_counts(mask_T, own.lengths).clamp(min=1)
     own = own.with_tokens(advantages=found.advantages_T).with_rows(advantage=mean_S)
-    needs_critic = inputs.values_T is not None and found.returns_T is not None
-    return own.with_tokens(returns=found.returns_T) if needs_critic else own
+    if inputs.values_T is None or found.returns_T is None:
+        return own
+    return own.with_tokens(returns=found.returns_T)
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,26 @@ class PolicyObjective:
         """The gap of tokens that were sampled with the weights before the step: without the part that is their age."""
         fresh_T = sampled_T & (microbatch["version"] == self.version)
         return sampler_gap(trainer_T, microbatch["sampler_logprob"], fresh_T)
+
+
+def check_sampler_gap(report: dict[str, Any], bound: float | None) -> None:
+    """Stop before the first optimizer step of a batch whose sampler and trainer disagree.
+
+    Args:
+        report: of the first update.
+        bound: on the mean distance of their log-probs; none: any will do.
+
+    Raises:
+        RunFault: if it is larger.
+    """
+    gap = report["fresh_gap"].summary().get("mean_abs", 0.0)
+    if bound is not None and gap > bound:
+        raise RunFault(
+            f"sampler and trainer disagree: mean |Δ log-prob| is {gap:.3g}",
+            where="algorithm.max_sampler_gap",
+            why=f"more than {bound:g}; the actor was not changed by this step",
+            fix="use the same dtype and temperature for both, top_p 1, top_k 0 and min_p 0, or raise the bound",
+        )
 
 
 def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:

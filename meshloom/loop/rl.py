@@ -15,14 +15,12 @@ step, in which order. Refuses to know: devices, processes, files, how anything i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from meshloom.config.errors import RunFault
 from meshloom.loop.correction import learned, rejection_metrics, with_kept
 from meshloom.loop.groups import as_groups
-from meshloom.loop.objective import PolicyObjective, reward_divergence, with_advantages
+from meshloom.loop.objective import PolicyObjective, check_sampler_gap, reward_divergence, with_advantages
 from meshloom.loop.roles import Lesson
 from meshloom.loop.stage import Attempt, Draw, Group, Job
 from meshloom.loop.stage_frame import StageFrame
@@ -79,6 +77,10 @@ class RLStage(StageFrame):
             self.session.display.notice("warning: the correction rejects every token; this step teaches nothing")
         return batch
 
+    def begun(self, batch: Samples) -> Samples:
+        """A batch that is about to be judged."""
+        return batch
+
     def with_logprobs(self, batch: Samples) -> Samples:
         """The log-probs of the policy that the updates start from, where they need them, and those of the reference."""
         # A file need not say what the sampler thought; then the samples are taken to be the present policy's.
@@ -105,6 +107,16 @@ class RLStage(StageFrame):
             temperature = self.settings.rollout.sampling.temperature
             return batch.with_tokens(reference_logprob=self.roles.reference.logprobs(batch, temperature=temperature))
 
+    def refresh_reference(self) -> None:
+        """Let the reference take the actor's weights, if that is due after the step before this one."""
+        every = self.settings.reference.refresh_every_steps
+        if not refreshes(self.settings) or not self.step or self.step % every:
+            return
+        self.residents.enter(Phase.LOGPROB, step=self.step + 1, why="refresh")
+        self.roles.reference.refresh(self.roles.actor, self.version)
+        self.residents.changed("reference")
+        self.reference_version = self.version
+
     def with_values(self, batch: Samples) -> Samples:
         """What the critic expected at each token, where there is one."""
         critic = self.roles.critic
@@ -122,20 +134,6 @@ class RLStage(StageFrame):
         batch = with_advantages(batch, self.settings.algorithm, kl_T, self.kl_weight.coefficient)
         if kl_T is not None:
             self.kl_weight.adapt(kl_T, batch, follows=not self.is_warming_up)
-        return batch
-
-    def refresh_reference(self) -> None:
-        """Let the reference take the actor's weights, if that is due after the step before this one."""
-        every = self.settings.reference.refresh_every_steps
-        if not refreshes(self.settings) or not self.step or self.step % every:
-            return
-        self.residents.enter(Phase.LOGPROB, step=self.step + 1, why="refresh")
-        self.roles.reference.refresh(self.roles.actor, self.version)
-        self.residents.changed("reference")
-        self.reference_version = self.version
-
-    def begun(self, batch: Samples) -> Samples:
-        """A batch that is about to be judged."""
         return batch
 
     def learn(self, batch: Samples, version: int) -> Lesson:
@@ -164,10 +162,10 @@ class RLStage(StageFrame):
             for update in updates:
                 loss = PolicyObjective.of(update, self.settings.algorithm, version)
                 temperature = self.settings.rollout.sampling.temperature
-                lesson.updates.append(
-                    self.roles.actor.forward_backward(loss.read(update), loss, temperature=temperature)
-                )
-                self._check_gap(lesson.updates)
+                report = self.roles.actor.forward_backward(loss.read(update), loss, temperature=temperature)
+                if not lesson.steps:
+                    check_sampler_gap(report, self.settings.algorithm.max_sampler_gap)
+                lesson.updates.append(report)
                 lesson.steps.append(self.roles.actor.optim_step(self.total_updates))
         return lesson
 
@@ -196,14 +194,3 @@ class RLStage(StageFrame):
             self.enter(Phase.SYNC)
             self.roles.engine.load_weights(version)
             self.roles.engine.wake()
-
-    def _check_gap(self, reports: list[dict[str, Any]]) -> None:
-        bound = self.settings.algorithm.max_sampler_gap
-        gap = reports[0]["fresh_gap"].summary().get("mean_abs", 0.0)
-        if bound is not None and len(reports) == 1 and gap > bound:
-            raise RunFault(
-                f"sampler and trainer disagree: mean |Δ log-prob| is {gap:.3g}",
-                where="algorithm.max_sampler_gap",
-                why=f"more than {bound:g}; the actor was not changed by this step",
-                fix="use the same dtype and temperature for both, top_p 1, top_k 0 and min_p 0, or raise the bound",
-            )

@@ -1,40 +1,72 @@
 """Who does what in a reinforcement-learning run, and what a step taught them.
 
-Owns: the two records that the loop's programs hand around. Refuses to know: where roles are, how they work.
+Owns: what the algorithm may ask of a model, and the two records that the loop's programs hand around. Refuses to know: where
+roles are, how they work.
+
+Legend: T tokens of all samples end to end.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
 
 from meshloom.loop.collect import Collector
 from meshloom.loop.objective import update_metrics
 from meshloom.loop.validate import Validator
 from meshloom.loop.value_objective import ValueLesson
 from meshloom.rollout.protocol import Engine
-from meshloom.train.model import TrainedModel
+from meshloom.samples import Samples
+from meshloom.train.model import Loss
 from meshloom.train.optimizer import StepStats
-from meshloom.train.reference import Reference
+
+
+class Model(Protocol):
+    """A policy or a critic: on one device (``train.model.TrainedModel``), or over ranks (``loop.model_role.RemoteModel``)."""
+
+    def forward(self, samples: Samples, *, temperature: float = 1.0, adapters: bool = True) -> tuple[Tensor, ...]:
+        """Log-probs first, or a critic's values, [T]; without gradients."""
+        ...
+
+    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float = 1.0) -> dict[str, Any]:
+        """Add the gradient of one update's loss; what the loss reported."""
+        ...
+
+    def optim_step(self, total_updates: int) -> StepStats:
+        """One optimizer update from the gradients added so far."""
+        ...
+
+    def take_utilization(self, seconds: float) -> dict[str, float]:
+        """Share of the device's peak that passes have reached since the last call."""
+        ...
+
+
+class ReferencePolicy(Protocol):
+    """What the divergence is measured from."""
+
+    def logprobs(self, samples: Samples, *, temperature: float) -> Tensor:
+        """Log-probs [T]."""
+        ...
+
+    def refresh(self, actor: Any, version: int) -> None:
+        """Take the weights of the actor, which is where this is, and of ``version``."""
+        ...
+
+
+ModelT = TypeVar("ModelT", bound=Model, covariant=True)
+ReferenceT = TypeVar("ReferenceT", bound=ReferencePolicy, covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roles:
+class Roles(Generic[ModelT, ReferenceT]):
     """Who does what. The reference, the critic and the validator are there where the settings ask for them."""
 
-    actor: TrainedModel
-    reference: Reference | None
-    critic: TrainedModel | None = None
+    actor: ModelT
+    reference: ReferenceT | None
+    critic: ModelT | None = None
     engine: Engine
     collector: Collector
     validator: Validator | None
-
-    def models(self) -> dict[str, TrainedModel]:
-        """Models with weights of their own, by role."""
-        found = {"actor": self.actor}
-        if self.reference is not None and self.reference.model is not self.actor:
-            found["reference"] = self.reference.model
-        if self.critic is not None:
-            found["critic"] = self.critic
-        return found
 
     def check(self) -> None:
         """Refuse prompts that the engine could never answer."""

@@ -19,7 +19,7 @@ from meshloom.loop.groups import cut_of
 from meshloom.loop.kl_control import KlWeight
 from meshloom.loop.reference_role import WithReference
 from meshloom.loop.residents import Residents
-from meshloom.loop.roles import Lesson, Roles
+from meshloom.loop.roles import Lesson, Model, ReferencePolicy, Roles
 from meshloom.loop.session import Cut, Session, Snapshot
 from meshloom.loop.spread import ShortWatch, sifted_metrics
 from meshloom.loop.stage import Draw, Group, Job, Progress, StepDone
@@ -52,7 +52,7 @@ class StageFrame:
 
     settings: TrainSettings
     session: Session
-    roles: Roles
+    roles: Roles[Model, ReferencePolicy]
     tokenizer: Any
     total_updates: int
     residents: Residents

@@ -38,7 +38,11 @@ from meshloom.rewards.model import RewardModels
 from meshloom.train.ahead import CompileAhead
 from meshloom.train.load import free_memory, pick_device
 from meshloom.train.model import MicrobatchBound, TrainedModel
+from meshloom.train.reference import Reference
 from meshloom.train.snapshot import restore
+
+LocalRoles = Roles[TrainedModel, Reference]
+"""Roles that are all in this process."""
 
 
 def run_training(
@@ -107,7 +111,9 @@ def _train_here(settings: TrainSettings, *, resume: bool, ahead: CompileAhead | 
         return carry_out(control, stage, only_rollout=only_rollout)
 
 
-def _build_roles(resources: ExitStack, inputs: RunInputs, scorers: RewardModels | None) -> tuple[Roles, Surroundings]:
+def _build_roles(
+    resources: ExitStack, inputs: RunInputs, scorers: RewardModels | None
+) -> tuple[LocalRoles, Surroundings]:
     """The roles, as a checkpoint has them, and what their samples meet.
 
     Raises:
@@ -141,7 +147,7 @@ def _build_roles(resources: ExitStack, inputs: RunInputs, scorers: RewardModels 
     return roles, around
 
 
-def _restore(roles: Roles, inputs: RunInputs) -> None:
+def _restore(roles: LocalRoles, inputs: RunInputs) -> None:
     """Check the roles against the run's tokens, and bring what is trained to where a checkpoint has it.
 
     Raises:
@@ -158,13 +164,17 @@ def _restore(roles: Roles, inputs: RunInputs) -> None:
         restore(roles.critic, inputs.checkpoint, updates=inputs.critic_updates)
 
 
-def _models(roles: Roles, scorers: RewardModels | None) -> dict[str, TrainedModel | RewardModels]:
-    """All models of the run, by role."""
-    models: dict[str, TrainedModel | RewardModels] = {**roles.models()}
-    return models if scorers is None else {**models, str(Role.REWARD): scorers}
+def _models(roles: LocalRoles, scorers: RewardModels | None) -> dict[str, TrainedModel | RewardModels]:
+    """Models with weights of their own, by role."""
+    found: dict[str, TrainedModel | RewardModels] = {str(Role.ACTOR): roles.actor}
+    if roles.reference is not None and roles.reference.model is not roles.actor:
+        found[str(Role.REFERENCE)] = roles.reference.model
+    if roles.critic is not None:
+        found[str(Role.CRITIC)] = roles.critic
+    return found if scorers is None else {**found, str(Role.REWARD): scorers}
 
 
-def _saved(roles: Roles, settings: TrainSettings) -> list[TrainedModel]:
+def _saved(roles: LocalRoles, settings: TrainSettings) -> list[TrainedModel]:
     """Models that a checkpoint holds."""
     saved = [roles.actor] if roles.critic is None else [roles.actor, roles.critic]
     if roles.reference is not None and refreshes(settings):

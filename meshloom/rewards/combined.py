@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
 
@@ -27,8 +27,9 @@ class Scorer(Protocol):
         """Take a sample while others run; ``result()`` of what is returned waits for its reward."""
         ...
 
-    def begin(self, scorings: Sequence[Scoring]) -> None:
-        """All samples of a group are there: what scores samples side by side may begin with these."""
+    def begin(self, scorings: Sequence[Any]) -> None:
+        """All samples of a group are there, given as what ``submit`` returned: what scores samples side by side may begin with
+        these."""
         ...
 
     def take_counts(self) -> dict[str, float]:
