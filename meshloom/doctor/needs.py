@@ -13,8 +13,8 @@ from meshloom.config.problems import Problem
 from meshloom.config.settings import EvalSettings, SftSettings, SourceSettings, TrainSettings
 from meshloom.plan.build import Plan, build_plan
 from meshloom.plan.count import count_prompts
+from meshloom.plan.device_kind import with_device_kind
 from meshloom.plan.memory import compute_bytes, on_gpu
-from meshloom.plan.outlook import with_device_kind
 from meshloom.plan.residency import Residency
 
 RunKind = TrainSettings | SftSettings | EvalSettings

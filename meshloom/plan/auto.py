@@ -19,13 +19,14 @@ from meshloom.plan.arrangement import CACHE_SHARE, RECOMPUTE, TOKENS, Arrangemen
 from meshloom.plan.candidates import Candidates, Given
 from meshloom.plan.carried_out import PLANNED, planned_only
 from meshloom.plan.constants import Cluster
+from meshloom.plan.device_kind import with_device_kind
 from meshloom.plan.device_map import with_device_map
 from meshloom.plan.faults import with_values
 from meshloom.plan.fitting import GIB, Case
 from meshloom.plan.hardware import DEVICES, Device, find_device
 from meshloom.plan.memory import on_gpu
 from meshloom.plan.model_folder import read_model_folder
-from meshloom.plan.outlook import case_of, with_device_kind
+from meshloom.plan.outlook import case_of
 from meshloom.plan.parameters import UnknownFamily
 from meshloom.plan.placement import devices_of_machine, topology_of
 from meshloom.plan.ranking import Ranking, rank, refusals

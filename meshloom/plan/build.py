@@ -17,6 +17,7 @@ from meshloom.plan.compute import NotPossible, compute_ledger
 from meshloom.plan.critic_checks import critic_folder
 from meshloom.plan.decoding import engine_line
 from meshloom.plan.device_checks import check_devices, lay_out
+from meshloom.plan.device_kind import check_device_kind, with_device_kind
 from meshloom.plan.engines import check_engine_settings
 from meshloom.plan.generated import generation_lines
 from meshloom.plan.group_checks import check_groups
@@ -43,14 +44,7 @@ from meshloom.plan.memory_lines import GENERATING, UPDATING
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_checks import check_model
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
-from meshloom.plan.outlook import (
-    Outlook,
-    check_device_kind,
-    is_incomplete,
-    look_ahead,
-    nothing_counted,
-    with_device_kind,
-)
+from meshloom.plan.outlook import Outlook, is_incomplete, look_ahead, nothing_counted
 from meshloom.plan.parameters import UnknownFamily
 from meshloom.plan.placement import Role, devices_of_machine
 from meshloom.plan.recompute import choose_recompute

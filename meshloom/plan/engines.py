@@ -42,7 +42,7 @@ def _check_sampling(found: Findings, path: str, sampling: SamplingSettings) -> N
         what = f"vLLM does not sample at a temperature of {sampling.temperature:g}"
         fix = f"0, {coldest:g} to {hottest:g}, or rollout.engine=torch"
         nearest = coldest if sampling.temperature < coldest else hottest
-        changes = ((f"{path}.temperature={nearest}",), ("rollout.engine=torch",))
+        changes: tuple[tuple[str, ...], ...] = ((f"{path}.temperature={nearest}",), ("rollout.engine=torch",))
         found.refuse("E002", f"{path}.temperature", what, fix=fix, suggestions=changes)
     if sampling.top_p < 1 and sampling.min_p:
         what = "vLLM cannot use top_p and min_p together as they are meant here"

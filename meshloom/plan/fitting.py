@@ -92,8 +92,10 @@ class Case:
 
     def tokens_at_once(self, look: "Look") -> set[int]:
         """Tokens of a microbatch, of all roles that compute with a model."""
-        given = {"recompute": look.recompute, "adapters": self.adapters, "critic": self.critic}
-        roles = count_roles(look.settings, self.model, look.layout, **given)
+        recompute, adapters = look.recompute, self.adapters
+        roles = count_roles(
+            look.settings, self.model, look.layout, recompute=recompute, adapters=adapters, critic=self.critic
+        )
         return {role.tokens for role in roles.models.values()}
 
 

@@ -4,28 +4,23 @@ Owns: when they are shown, and what is said where a device does not hold its rol
 seconds. Always holds: time is said to be an estimate, with what it takes for granted; a device that holds more than it has is
 refused.
 
-Codes: T004 an unknown kind of device, T005 a kind that nothing uses, T006 constants that cannot be read, T007 constants that
-nothing uses or of another kind of device, M007 a device that holds more than it has, M008 one that is likely too small, M010 a
-cache in which the longest sample has no room.
+Codes: M007 a device that holds more than it has, M008 one that is likely too small, M010 a cache in which the longest sample
+has no room.
 """
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TypeVar
 
-from meshloom.config.errors import UserError
 from meshloom.config.problems import Problem
 from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.plan.amounts import format_bytes
 from meshloom.plan.checks import Findings
-from meshloom.plan.constants_file import GivenConstants, read_constants
 from meshloom.plan.critic_checks import critic_numbers
-from meshloom.plan.faults import shortened, with_values
+from meshloom.plan.device_kind import KIND, device_of, given_constants
+from meshloom.plan.faults import shortened
 from meshloom.plan.fitting import GIB, Case, Look, changes_that_fit, where_else
 from meshloom.plan.forecast import Forecast, Group
-from meshloom.plan.hardware import Device, find_device, names_of_devices
 from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import DERIVED, LedgerLine, most_computed_tokens
 from meshloom.plan.memory import CHECKPOINT, compute_bytes, on_gpu, trainable_parameters
@@ -39,9 +34,6 @@ from meshloom.plan.residency import Phase
 from meshloom.plan.stays import stays
 from meshloom.plan.waiting import waiting_lines
 
-S = TypeVar("S", TrainSettings, SftSettings)
-
-_KIND = "cluster.device"
 _NAMED = 4
 """Stretches of devices that a title names."""
 
@@ -73,72 +65,6 @@ class Outlook:
     tight: bool
     groups: tuple[Group, ...] = ()
     forecast: Forecast | None = None
-
-
-def with_device_kind(settings: S, device_memory: int | None) -> S:
-    """The settings with what the kind of the devices says: that they are GPUs, and how much memory they have.
-
-    Args:
-        settings: of the run.
-        device_memory: bytes that were found on the device, which count before what its kind has; none if it was not asked.
-    """
-    device = None if settings.cluster.device is None else find_device(settings.cluster.device)
-    origin = f"{_KIND}, {settings.provenance.of(_KIND)}"
-    if settings.cluster.device is not None and settings.device == "auto":
-        settings = with_values(settings, {"device": "cuda"}, origin)
-    if device is None:
-        return settings
-    origin = f"{device.name}: {origin}"
-    if settings.device_memory_bytes is None and device_memory is None and on_gpu(settings.device):
-        settings = with_values(settings, {"device_memory_bytes": device.memory_bytes}, origin)
-    return settings
-
-
-def check_device_kind(found: Findings, settings: TrainSettings | SftSettings) -> None:
-    """Refuse a kind of device that is not known, and constants that cannot be read; warn of what nothing uses."""
-    _check_constants(found, settings)
-    name = settings.cluster.device
-    if name is None:
-        return
-    if find_device(name) is None:
-        known = names_of_devices()
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        fix = f"{f'did you mean {near[0]}? ' if near else ''}known: {', '.join(known)}"
-        what = f"{_KIND} knows no {name!r}"
-        found.refuse("T004", _KIND, what, fix=f"{fix}; or leave it out and give device_memory_bytes")
-    elif not on_gpu(settings.device):
-        found.warn("T005", _KIND, f"{_KIND} is not used, as device is {settings.device}", fix="set device=cuda")
-
-
-def _check_constants(found: Findings, settings: TrainSettings | SftSettings) -> None:
-    path, file, kind = "cluster.constants", settings.cluster.constants, settings.cluster.device
-    if file is None:
-        return
-    try:
-        given = read_constants(file)
-    except UserError as error:
-        found.refuse("T006", path, "the constants of the cost model cannot be read", why=str(error), fix=error.fix)
-        return
-    device = None if given.device is None else find_device(given.device)
-    if kind is None:
-        fix = f"set {_KIND}, such as {(given.device or 'h200').lower().replace(' ', '-')}"
-        found.warn("T007", path, f"{path} is not used: without the kind of the devices no time is estimated", fix=fix)
-    elif device is not None and device is not find_device(kind):
-        what = f"the constants of {file} were fitted to {device.name}, the plan is for {kind}"
-        why = "shares of a maker's rate carry over to other devices only roughly"
-        found.warn("T007", path, what, why=why, fix="meshloom calibrate a run on the same kind of device")
-
-
-def given_constants(settings: TrainSettings | SftSettings) -> GivenConstants:
-    """The constants that the settings give; those measured on one H200 where there are none, or none that can be read."""
-    try:
-        return (
-            GivenConstants(origins={})
-            if settings.cluster.constants is None
-            else read_constants(settings.cluster.constants)
-        )
-    except UserError:
-        return GivenConstants(origins={})
 
 
 def look_ahead(
@@ -176,12 +102,6 @@ def look_ahead(
         groups=look.groups,
         forecast=None if lacks is _Lack.ALL else look.forecast,
     )
-
-
-def device_of(settings: TrainSettings | SftSettings) -> Device | None:
-    """What the devices are; none if that is not given, or they are no GPUs."""
-    name = settings.cluster.device
-    return find_device(name) if name is not None and on_gpu(settings.device) else None
 
 
 def case_of(settings: TrainSettings, folder: ModelFolder, device_memory: int | None) -> Case:
@@ -310,7 +230,7 @@ def time_basis(settings: TrainSettings | SftSettings, *, fits: bool, several: bo
         formula = "nothing is estimated for a run that its devices do not hold"
         return LedgerLine(section="time", name="basis", value=None, formula=formula, source=DERIVED)
     if device_of(settings) is None:
-        formula = f"needs the kind of the devices: {_KIND} or --device-kind, such as h200"
+        formula = f"needs the kind of the devices: {KIND} or --device-kind, such as h200"
         return LedgerLine(section="time", name="basis", value=None, formula=formula, source=DERIVED)
     file = settings.cluster.constants
     whose = "measured on one H200" if file is None else f"of {file}"

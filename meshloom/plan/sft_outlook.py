@@ -16,12 +16,13 @@ from meshloom.config.settings import SftSettings
 from meshloom.plan.checks import Findings
 from meshloom.plan.constants import Cluster, Constants
 from meshloom.plan.decoder_numbers import DecoderNumbers
+from meshloom.plan.device_kind import device_of, given_constants
 from meshloom.plan.forecast import Forecast, Group, Lengths
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.memory import on_gpu, trainable_parameters
 from meshloom.plan.model_folder import ModelFolder
-from meshloom.plan.outlook import Outlook, device_of, given_constants, time_basis
+from meshloom.plan.outlook import Outlook, time_basis
 from meshloom.plan.parameters import UnknownFamily, count_parameters
 from meshloom.plan.placement import Role
 from meshloom.plan.recompute import Recompute, choose_recompute

@@ -12,7 +12,7 @@ from meshloom.plan.constants import Cluster
 from meshloom.plan.fitting import Case
 from meshloom.plan.forecast import Lengths, Roles, count_roles, device_groups, phase_times, share_devices, step_of
 from meshloom.plan.placement import Role
-from meshloom.plan.residency import EngineRole, Phase
+from meshloom.plan.residency import EngineRole, ModelRole, Phase
 from meshloom.plan.sharded_memory import moves
 from meshloom.plan.time import PhaseTime, movement_time, offload_time
 
@@ -35,9 +35,10 @@ class ArrangementTimes:
 
     def count(self, arrangement: Arrangement, settings: TrainSettings, recompute: bool) -> Roles:
         """The models and the engine of an arrangement, in numbers."""
-        case = self._case
-        given = {"recompute": recompute, "adapters": case.adapters, "critic": case.critic}
-        return count_roles(settings, case.model, arrangement.layout, **given)
+        case, layout = self._case, arrangement.layout
+        return count_roles(
+            settings, case.model, layout, recompute=recompute, adapters=case.adapters, critic=case.critic
+        )
 
     def moved(self, arrangement: Arrangement, settings: TrainSettings) -> float:
         """Seconds that offload takes."""
@@ -50,7 +51,7 @@ class ArrangementTimes:
     ) -> list[PhaseTime]:
         """Phases of the models, each counted once for all arrangements that have it."""
         found: list[PhaseTime] = []
-        missing: dict[Role, object] = {}
+        missing: dict[Role, tuple[object, ...]] = {}
         for role, placed in arrangement.roles:
             if role in NO_MODEL:
                 continue
@@ -67,7 +68,7 @@ class ArrangementTimes:
         return found
 
     def _phases(
-        self, arrangement: Arrangement, models: Mapping[Role, object], engine: EngineRole | None
+        self, arrangement: Arrangement, models: Mapping[Role, ModelRole], engine: EngineRole | None
     ) -> Iterator[PhaseTime]:
         settings, layout = self._case.settings, arrangement.layout
         return phase_times(settings, layout, models, engine, self._lengths, self._cluster, self._case.constants)

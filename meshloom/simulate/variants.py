@@ -11,6 +11,7 @@ from pathlib import Path
 from meshloom.config.errors import UserError
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.device_checks import lay_out
+from meshloom.plan.device_kind import with_device_kind
 from meshloom.plan.faults import Change, with_values
 from meshloom.plan.fitting import GIB, Case, Look
 from meshloom.plan.hardware import find_device
@@ -18,7 +19,7 @@ from meshloom.plan.lag import LAG, most_updates
 from meshloom.plan.layout import share_devices
 from meshloom.plan.memory import on_gpu
 from meshloom.plan.model_folder import read_model_folder
-from meshloom.plan.outlook import case_of, with_device_kind
+from meshloom.plan.outlook import case_of
 from meshloom.plan.placement import Role, devices_of_machine, placements, roles_of
 from meshloom.plan.residency import Phase
 from meshloom.plan.topology import DeviceSet

@@ -18,7 +18,7 @@ import copy
 import re
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -208,6 +208,14 @@ class _Cutter:
         cut = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         for owner, name in self._owners[id(parameter)]:
             setattr(owner, name, cut)
+
+
+@overload
+def local(parameter: Tensor) -> Tensor: ...
+
+
+@overload
+def local(parameter: None) -> None: ...
 
 
 def local(parameter: Tensor | None) -> Tensor | None:

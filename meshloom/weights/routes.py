@@ -9,7 +9,7 @@ A bucket takes a piece of every shard of a tensor at once, so that all ranks tha
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -299,7 +299,7 @@ def _in_parts(tensor: TensorLayout, shares: Sequence[Share], bucket_bytes: int) 
         count = min(most, count + max(1, count // 8))
 
 
-def _distinct(boxes: Iterator[Box] | Sequence[Box]) -> list[Box]:
+def _distinct(boxes: Iterable[Box]) -> list[Box]:
     return [box for box in dict.fromkeys(boxes) if box.numel]
 
 
