@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.train.mesh_snapshot import MeshSnapshot, held, restore_on_mesh, specs_of, write_config
 from meshloom.train.model import MicrobatchBound
@@ -25,6 +26,7 @@ from tests.mesh_checks import (
     model_on,
     train_on,
     updates,
+    weighted,
     with_all_weights,
 )
 from tests.ranks import Ranks
@@ -63,6 +65,33 @@ def test_any_number_of_microbatches_and_a_tied_table(four_ranks: Ranks, folders:
     bound = MicrobatchBound(1_000 if samples is None else BOUND.tokens * 2, samples)
     found = four_ranks.run(train_on, [((("pp", 4),), ALL)], folder, False, {"bound": bound, **TWO})
     assert_same(answering(found, [3]), in_one_process(folder), places=1)
+
+
+def test_layers_are_gathered_twice_and_tables_once_for_each_pass(four_ranks: Ranks, folders: Path) -> None:
+    """Layers of other stages were gathered ahead of time, and given back unused."""
+    folder = folder_of(folders / "eight", "qwen2", attention_bias=False, num_hidden_layers=8)
+    for gathered, microbatches in four_ranks.run(gathers_of_an_update, folder):
+        assert gathered == microbatches * (2 * 4 + 2)
+
+
+def gathers_of_an_update(folder: str) -> tuple[int, int]:
+    """Gathers of weights, and microbatches of one sample each."""
+    mesh = mesh_of(STAGES)
+    model = model_on(mesh, folder, bound=MicrobatchBound(BOUND.tokens, 1), **TWO)
+    samples = local_part(make_batch(0), mesh)
+    with Gathers() as counted:
+        model.forward_backward(samples, weighted)
+    return counted.number, mesh.agree(len(samples))
+
+
+class Gathers(TorchDispatchMode):
+    """Counts collectives that gather tensors."""
+
+    number = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.number += "allgather" in str(op)
+        return op(*args, **(kwargs or {}))
 
 
 def test_adapters_in_stages(four_ranks: Ranks, folders: Path) -> None:

@@ -17,6 +17,7 @@ from meshloom.plan.pipeline_order import Interleaving, Task
 from meshloom.samples import Samples
 from meshloom.train.model import Loss
 from meshloom.train.pipeline import Pass, PipelineModel, run_backward
+from meshloom.train.shard import gather_ahead
 from meshloom.train.stages import StageViews
 
 
@@ -114,6 +115,7 @@ class Passage:
 
     def _backward(self, task: Task) -> Tensor | None:
         """Gradient of what the stage before has sent; none from the first."""
+        gather_ahead(self._model.root, self._model.views.layers_of(task.stage))
         return run_backward(self._passes.pop(task), self._gradients.pop(task, None))
 
     def _exchange(self, tick: int, hidden_cD: Tensor | None, grad_cD: Tensor | None) -> None:

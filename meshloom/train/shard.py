@@ -8,7 +8,7 @@ Each layer is gathered as it is needed; what is outside of layers (embedding, la
 pass runs inside ``Root``, whose call is what the gathering hangs on: the head is used past its own forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -66,6 +66,21 @@ def shard(module: nn.Module, mesh: TrainMesh, *, compute: torch.dtype, reshard_a
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
     return root
+
+
+def gather_ahead(root: Root, layers: Sequence[nn.Module]) -> None:
+    """Let a backward pass through some layers gather each of them while the one after it computes, and nothing else.
+
+    By itself it goes by the order of the last pass forward, which may have been through other layers.
+
+    Args:
+        root: the sharded model.
+        layers: some neighbouring ones of it, in the order of the pass forward.
+    """
+    parts = [part for part in layers if isinstance(part, FSDPModule)]
+    # What is gathered already is not gathered again: the first has nothing ahead of it.
+    for ahead, part in zip([parts[0], *parts], [*parts, root], strict=True):
+        part.set_modules_to_backward_prefetch([ahead])
 
 
 def parts_of(root: Root) -> list[FSDPModule]:

@@ -97,8 +97,13 @@ class StageViews:
             nn.ModuleList(layer if index in stretch else Elsewhere(layer) for index, layer in enumerate(layers))
             for stretch in own
         ]
+        self._own = [[layers[index] for index in stretch] for stretch in own]
         self._decoder, self._whole, self._ranks = decoder, layers, mesh.size("pp")
         self._norm, self._no_norm = decoder.norm, Elsewhere(decoder.norm)
+
+    def layers_of(self, stage: int) -> list[nn.Module]:
+        """Layers of one of this rank's stages; ``stage``: its number among all stages."""
+        return self._own[stage // self._ranks]
 
     @contextmanager
     def alone(self, stage: int) -> Iterator[None]:
