@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -267,13 +268,36 @@ def test_who_waits_for_a_replica_goes_before_what_a_feed_brings(uneven: tuple[Wa
     assert order == [(0, 0), (1, 0), (2, 1)] or order == [(0, 0), (1, 1), (2, 1)]
 
 
+def test_a_replica_without_requests_waits_for_more_until_somebody_wants_it(
+    uneven: tuple[Watched, RemoteEngine],
+) -> None:
+    """What it has computed of an episode is there for the next turn."""
+    workers, found = uneven
+    fast = RemoteEngine(workers, [[1]], vocabulary=97, move_weights=lambda version: None, takes_turns=True)
+    fast._numbers, workers.given = found._numbers, []
+    feed, waited_s = RequestFeed(request(0, samples=2)), 0.0
+    feed.put([request(0, samples=1)])
+    for completion in fast.generate([], deadline_s=120, feed=feed):
+        if completion.request_id == 0:
+            time.sleep(0.2)
+            feed.put([request(1, samples=1)])
+        elif completion.request_id == 1:
+            began = time.monotonic()
+            fast.load_weights(1)
+            waited_s = time.monotonic() - began
+            feed.put([request(2, samples=1)])
+            feed.close()
+    assert workers.given == [(1, [0]), (1, [2])] and waited_s < 8
+    assert fast._replicas[0].waiting_tokens == 0 and not fast._shares
+
+
 def test_requests_that_come_too_late_for_a_generation_are_nobodys() -> None:
-    share = Share((0,), {}, number=3)
+    share = Share((0,), number=3)
     share.add([request(0), request(1, samples=1), request(2)])
     told = {"index": 0, "ids": [5], "logprobs": [0.0], "versions": [0], "finish": FinishReason.LENGTH}
     share.take([Completion(request_id=0, **told), Completion(request_id=0, **told | {"index": 1})])
     share.take([Completion(request_id=1, **told)])
-    assert [each.id for each in share.left_over()] == [2] and sorted(share.requests) == [0, 1]
+    assert [each.id for each in share.left_over()] == [2] and not share.requests and share.tokens == 0
 
 
 def test_a_feed_of_a_replica_ends_when_there_is_nothing_to_do_and_all_devices_take_what_the_first_has() -> None:
@@ -283,6 +307,7 @@ def test_a_feed_of_a_replica_ends_when_there_is_nothing_to_do_and_all_devices_ta
     following = ReplicaFeed(request(9), lambda number: 1)
     threading.Timer(0.05, lambda: following.offer([request(2), request(3)])).start()
     assert following.has_requests and [each.id for each in following.take()] == [2], "which it waits for"
+    feed.let_go()
     feed.wait(60)
     feed.offer([request(4)])
     assert feed.is_exhausted and not feed.has_requests and feed.take() == []
@@ -294,6 +319,7 @@ def test_a_message_that_brings_requests_may_be_early_or_late() -> None:
     for number in (0, 1):
         feed = ReplicaFeed(request(0), found.first_says)
         stream = found.generate([request(0, longest=5)], deadline_s=60, feed=feed)
+        interrupts.let_go(number)
         with interrupts.hearing(number, found, feed):
             assert {c.request_id for c in stream} == ({0} if number == 0 else {0, 5})
         interrupts.bring(number, [request(6)])

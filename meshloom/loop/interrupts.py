@@ -64,6 +64,16 @@ class Interrupts:
         with self._lock:
             self._pass_on(number, offer)
 
+    def let_go(self, number: int) -> None:
+        """Have a generation with a feed end once it has nothing to do."""
+
+        def end(found: _Hearing) -> None:
+            if found.feed is not None:
+                found.feed.let_go()
+
+        with self._lock:
+            self._pass_on(number, end)
+
     def _pass_on(self, number: int, message: Callable[[_Hearing], None]) -> None:
         if number > self._number:
             self._early.append((number, message))

@@ -6,7 +6,8 @@ at a time, in the order of the calls, and never while weights are moved; what a 
 so it does not matter which replica makes it.
 
 What a feed brings joins the generation that the replica is in, unless somebody else waits for that replica: then it is the
-replica's next one. A generation ends when it has nothing left to do; what was on its way to it then begins another one.
+replica's next one. A replica that has nothing to do waits for more, and keeps what it has computed, as long as nobody else
+wants it and there is nothing to take over; what was on its way to a generation that has ended begins another one.
 
 A replica that has done its share of a call takes over what another one has not begun, as long as nobody else wants it: it asks
 for the last half of those requests, and the other gives back, between two rounds of its steps, those that it has not begun.
@@ -18,13 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from meshloom.fabric.workers import Workers
+from meshloom.loop.jobs import End, Job, More, Replica
 from meshloom.loop.shares import Share, most_tokens
-from meshloom.loop.turns import Turns
 from meshloom.rollout.feed import RequestFeed, with_largest
 from meshloom.rollout.protocol import Completion, PromptCount, Request
 from meshloom.rollout.requests import check_requests, kv_tokens
@@ -37,60 +37,7 @@ _BACK_S, _LOOK_S = 10.0, 0.05
 """Seconds to wait for requests that were asked back, and between looks at who wants the replica that waits."""
 
 
-_NOBODY: Mapping[int, "Replica"] = {}
-
-
-@dataclass
-class Replica:
-    """One replica of the engine.
-
-    Args:
-        ranks: of its devices; the first one tells what it generated.
-        waiting_tokens: most tokens that were asked of it and are not finished.
-    """
-
-    ranks: tuple[int, ...]
-    turns: Turns = field(default_factory=Turns)
-    waiting_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class _End:
-    """A replica has told everything; or what went wrong with it."""
-
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
-class _More:
-    """More requests have come, or no more will."""
-
-
-@dataclass(eq=False)
-class _Job:
-    """One call.
-
-    Args:
-        deadline_s: of it, from when a replica begins.
-        until: when what comes later is over, on the monotonic clock.
-        largest: as long as any request that comes later; none if none will.
-        told: what replicas tell.
-        shares: of the replicas, begun and not.
-        pending: what each replica, by its first rank, has yet to begin.
-        running: what each replica generates, if more may join it.
-        made_by: the replica that has told samples of a request.
-        at_work: replicas that have a thread.
-    """
-
-    deadline_s: float
-    until: float
-    largest: Request | None
-    told: "queue.SimpleQueue[list[Completion] | _More | _End]" = field(default_factory=queue.SimpleQueue)
-    shares: list[Share] = field(default_factory=list)
-    pending: dict[int, Share] = field(default_factory=dict)
-    running: dict[int, Share] = field(default_factory=dict)
-    made_by: dict[int, Replica] = field(default_factory=dict)
-    at_work: set[int] = field(default_factory=set)
+_NOBODY: Mapping[int, Replica] = {}
 
 
 class RemoteEngine:
@@ -184,10 +131,18 @@ class RemoteEngine:
     def _generate(
         self, requests: Sequence[Request], deadline_s: float, feed: RequestFeed | None
     ) -> Iterator[Completion]:
-        job = _Job(deadline_s, time.monotonic() + deadline_s, None if feed is None else feed.largest)
+        job = Job(deadline_s, time.monotonic() + deadline_s, feed)
         running = self._give(job, requests)
         if feed is not None:
-            feed.listen(lambda: job.told.put(_More()))
+            feed.listen(lambda: job.told.put(More()))
+        try:
+            yield from self._told(job, running)
+        finally:
+            self._let_go(job)
+
+    def _told(self, job: Job, running: int) -> Iterator[Completion]:
+        """What replicas tell until all have ended and no more comes; ``running``: how many generate."""
+        feed = job.feed
         while running or (feed is not None and not feed.is_exhausted):
             try:
                 found = job.told.get(timeout=None if running else max(0.0, job.until - time.monotonic()))
@@ -195,16 +150,18 @@ class RemoteEngine:
                 return
             if isinstance(found, list):
                 yield from found
-            elif isinstance(found, _More):
+            elif isinstance(found, More):
                 later = feed.take()
                 check_requests(later, vocabulary=self._vocabulary, can_decode=True)
                 running += self._give(job, later, until=job.until)
+                if feed.is_exhausted:
+                    self._let_go(job)
             elif found.error is not None:
                 raise found.error
             else:
                 running -= 1
 
-    def _give(self, job: _Job, requests: Sequence[Request], until: float | None = None) -> int:
+    def _give(self, job: Job, requests: Sequence[Request], until: float | None = None) -> int:
         """Give requests to replicas; how many begin, which were not at work."""
         begun = 0
         for replica, added in self.spread(requests, job.made_by):
@@ -225,15 +182,15 @@ class RemoteEngine:
                 threading.Thread(target=run, name=name, daemon=True).start()
         return begun
 
-    def _add(self, job: _Job, replica: Replica, requests: Sequence[Request], until: float | None) -> None:
+    def _add(self, job: Job, replica: Replica, requests: Sequence[Request], until: float | None) -> None:
         """Add to what a replica has yet to begin. Its work is counted already."""
         share = job.pending.get(replica.ranks[0])
         if share is None:
             share = job.pending[replica.ranks[0]] = self._new_share(job, replica, until)
         share.add(requests)
 
-    def _new_share(self, job: _Job, replica: Replica, until: float | None) -> Share:
-        share = Share(replica.ranks, {}, until=until)
+    def _new_share(self, job: Job, replica: Replica, until: float | None) -> Share:
+        share = Share(replica.ranks, until)
         self._shares.add(share)
         job.shares.append(share)
         return share
@@ -260,7 +217,7 @@ class RemoteEngine:
         most = _MORE_TO_DO * self._replicas[number].waiting_tokens + most_tokens(request)
         return number if before is None or before.waiting_tokens > most else self._replicas.index(before)
 
-    def _run(self, job: _Job, replica: Replica) -> None:
+    def _run(self, job: Job, replica: Replica) -> None:
         """Let a replica generate what it was given, as often as there is something, and then what others have not begun."""
         error: Exception | None = None
         while error is None and self._goes_on(job, replica):
@@ -273,9 +230,9 @@ class RemoteEngine:
                         self._run_share(job, replica, more)
             except Exception as caught:  # told to the caller's thread, which raises it
                 error = caught
-        job.told.put(_End(error))
+        job.told.put(End(error))
 
-    def _goes_on(self, job: _Job, replica: Replica) -> bool:
+    def _goes_on(self, job: Job, replica: Replica) -> bool:
         """Whether there is something to begin; who is told that there is not has stopped."""
         with self._spreading:
             goes_on = replica.ranks[0] in job.pending
@@ -283,7 +240,7 @@ class RemoteEngine:
                 job.at_work.discard(replica.ranks[0])
             return goes_on
 
-    def _run_share(self, job: _Job, replica: Replica, share: Share) -> None:
+    def _run_share(self, job: Job, replica: Replica, share: Share) -> None:
         """Let a replica generate, and hand on what it tells."""
         try:
             with self._spreading:
@@ -291,12 +248,14 @@ class RemoteEngine:
                 share.until = share.until or time.monotonic() + job.deadline_s
                 left_s = max(0.0, share.until - time.monotonic())
                 aborted = sorted(share.aborted)
-                requests = list(share.requests.values())
-                if job.largest is not None:
+                requests, largest = list(share.requests.values()), None
+                if job.feed is not None and not job.feed.is_exhausted and not replica.turns.waiting:
+                    largest = job.feed.largest
                     job.running[replica.ranks[0]] = share
+                    replica.turns.when_wanted = partial(self._let_go, job, replica)
             call = self._workers.submit(
                 "generate",
-                {"requests": requests, "deadline_s": left_s, "number": share.number, "largest": job.largest},
+                {"requests": requests, "deadline_s": left_s, "number": share.number, "largest": largest},
                 ranks=replica.ranks,
                 phase="generate",
                 deadline_s=left_s + _ANSWER_S,
@@ -320,19 +279,35 @@ class RemoteEngine:
                 replica.waiting_tokens -= share.tokens
             share.returned.put(None)
 
-    def _sorted(self, job: _Job, replica: Replica, share: Share, told: list[Completion]) -> list[Completion]:
+    def _sorted(self, job: Job, replica: Replica, share: Share, told: list[Completion]) -> list[Completion]:
         """What of a replica's completions is the caller's; requests that came back go to who waits for them, or begin anew."""
         with self._spreading:
+            before = share.tokens
             kept, back = share.take(told)
+            replica.waiting_tokens -= before - share.tokens
             job.made_by.update((each.request_id, replica) for each in kept)
             if back and share.has_helper:
-                replica.waiting_tokens -= sum(map(most_tokens, back))
                 share.returned.put(back)
             elif back:
                 self._add(job, replica, back, share.until)
+                replica.waiting_tokens += sum(map(most_tokens, back))
+            is_idle = not share.requests and self._has_other_work(job, replica, share)
+        if is_idle:
+            self._let_go(job, replica)
         return kept
 
-    def _take_over(self, job: _Job, replica: Replica) -> Share | None:
+    def _has_other_work(self, job: Job, replica: Replica, share: Share) -> bool:
+        """Whether a replica that has nothing left to do of its share could do something else of the call."""
+        return replica.ranks[0] in job.pending or any(other.spare() for other in job.shares if other is not share)
+
+    def _let_go(self, job: Job, replica: Replica | None = None) -> None:
+        """Have generations of a call that wait for more end once they have nothing to do: a replica's, or all."""
+        with self._spreading:
+            shares = [share for share in job.running.values() if replica is None or share.ranks == replica.ranks]
+        for share in shares:
+            self._workers.note("await_no_more", {"number": share.number}, ranks=share.ranks)
+
+    def _take_over(self, job: Job, replica: Replica) -> Share | None:
         """What another replica has not begun of a call, for one that has its turn still; none if there is nothing."""
         with self._spreading:
             spare = {share: found for share in job.shares if not share.has_helper and (found := share.spare())}
@@ -352,7 +327,7 @@ class RemoteEngine:
             replica.waiting_tokens += found.tokens
         return found
 
-    def _wait_for(self, job: _Job, share: Share, replica: Replica) -> list[Request]:
+    def _wait_for(self, job: Job, share: Share, replica: Replica) -> list[Request]:
         """What comes back of a share; nothing once it has ended, or somebody else wants the replica that waits."""
         until = time.monotonic() + _BACK_S
         back: list[Request] | None = []
@@ -368,7 +343,7 @@ class RemoteEngine:
                 found += share.returned.get() or []
         return found
 
-    def _is_wanted(self, job: _Job, replica: Replica) -> bool:
+    def _is_wanted(self, job: Job, replica: Replica) -> bool:
         """Whether there is something else for a replica that has its turn."""
         return bool(replica.turns.waiting) or replica.ranks[0] in job.pending
 

@@ -6,6 +6,7 @@ brought to a replica that had ended, is nobody's until it is given to someone.
 """
 
 import queue
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,13 +20,14 @@ def most_tokens(request: Request) -> int:
 
 @dataclass(eq=False)
 class Share:
-    """Requests that a replica generates at once.
+    """Requests that a replica generates in one generation.
 
     Args:
         ranks: of the replica.
-        requests: by id, in the order in which they begin; those that came back are taken out.
         until: when its time is over, on the monotonic clock; none before it begins.
         number: of the generation; none before it begins.
+        requests: by id, in the order in which they begin; those that came back, or were told whole, are taken out.
+        tokens: most that those may take.
         aborted: requests that the caller wants ended.
         asked_back: requests that were asked back.
         has_helper: whether somebody waits for what comes back.
@@ -33,24 +35,22 @@ class Share:
     """
 
     ranks: tuple[int, ...]
-    requests: dict[int, Request]
     until: float | None = None
     number: int | None = None
+    requests: dict[int, Request] = field(default_factory=dict)
+    tokens: int = 0
     aborted: set[int] = field(default_factory=set)
     asked_back: set[int] = field(default_factory=set)
     has_helper: bool = False
     returned: "queue.SimpleQueue[list[Request] | None]" = field(default_factory=queue.SimpleQueue)
     _begun: set[int] = field(default_factory=set)
-    _back: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        """Most that its requests may take."""
-        return sum(map(most_tokens, self.requests.values()))
+    _told: Counter[int] = field(default_factory=Counter)
+    _back: Counter[int] = field(default_factory=Counter)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Requests that are this replica's too."""
         self.requests.update((request.id, request) for request in requests)
+        self.tokens += sum(map(most_tokens, requests))
 
     def spare(self) -> list[Request]:
         """Requests that may not have begun, and were not asked back."""
@@ -69,15 +69,21 @@ class Share:
             if not is_back or number in self.aborted or number not in self.asked_back:
                 self._begun.add(number)
                 kept.append(completion)
-                continue
-            self._back[number] = self._back.get(number, 0) + 1
-            if self._back[number] == len(self.requests[number].seeds):
-                back.append(self.requests.pop(number))
+                self._count(self._told, number)
+            elif (request := self._count(self._back, number)) is not None:
+                back.append(request)
         return kept, back
 
     def left_over(self) -> list[Request]:
         """Take out what the replica has told nothing of, now that it has ended: it came too late."""
-        found = [request for request in self.requests.values() if request.id not in self._begun]
-        for request in found:
-            del self.requests[request.id]
-        return found
+        return [self._out(number) for number in list(self.requests) if number not in self._begun]
+
+    def _count(self, counter: Counter[int], number: int) -> Request | None:
+        """Count a sample; the request, taken out, with its last one."""
+        counter[number] += 1
+        return self._out(number) if counter[number] == len(self.requests[number].seeds) else None
+
+    def _out(self, number: int) -> Request:
+        request = self.requests.pop(number)
+        self.tokens -= most_tokens(request)
+        return request

@@ -6,14 +6,18 @@ goes first is before all that wait.
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Turns:
-    """Who may use a replica: one at a time, in the order of asking; who moves weights goes first."""
+    """Who may use a replica: one at a time, in the order of asking; who moves weights goes first.
+
+    ``when_wanted`` is called when somebody has begun to wait for one that is taken. It must be quick.
+    """
 
     def __init__(self) -> None:
+        self.when_wanted: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._taken = False
@@ -29,6 +33,8 @@ class Turns:
         ticket = object()
         with self._changed:
             self._waiting.appendleft(ticket) if first else self._waiting.append(ticket)
+            if self._taken:
+                self.when_wanted()
             try:
                 self._changed.wait_for(lambda: not self._taken and self._waiting[0] is ticket)
                 self._taken = True

@@ -238,6 +238,11 @@ class WorkerHost:
         """Let requests join a generation that is on or yet to come; they are dropped once it has nothing left to do."""
         self._interrupts.bring(number, requests)
 
+    @note
+    def await_no_more(self, number: int) -> None:
+        """Have a generation end once it has nothing to do, instead of waiting for more."""
+        self._interrupts.let_go(number)
+
     @verb()
     def score(self, name: str, ids: Compact, lengths: torch.Tensor) -> list[float]:
         """What a component's model gives for inputs that lie end to end."""

@@ -15,6 +15,8 @@ from meshloom.rollout.protocol import Request
 
 _ARRIVAL_S = 60.0
 """Seconds within which requests come to all devices of a replica."""
+_IDLE_S = 10.0
+"""Seconds for which a replica without requests waits for more: what it keeps of those before goes with its generation."""
 
 
 class RequestFeed:
@@ -82,7 +84,8 @@ class RequestFeed:
 
 
 class ReplicaFeed(RequestFeed):
-    """The feed of one generation of a replica, which ends as soon as there is nothing to do: who has more begins another one.
+    """The feed of one generation of a replica. It ends when there is nothing to do and nothing comes for some seconds, or, once
+    it was let go, as soon as there is nothing to do; who has more then begins another generation.
 
     Args:
         largest: as ``RequestFeed``.
@@ -91,12 +94,18 @@ class ReplicaFeed(RequestFeed):
 
     def __init__(self, largest: Request, first_says: Callable[[int], int]) -> None:
         super().__init__(largest)
-        self._first_says, self._due = first_says, 0
+        self._first_says, self._due, self._is_let_go = first_says, 0, False
 
     def offer(self, requests: Sequence[Request]) -> None:
         """Hand over requests; they are dropped if the generation has ended."""
         with suppress(RuntimeError):
             self.put(requests)
+
+    def let_go(self) -> None:
+        """Have the generation end once there is nothing to do."""
+        with self._changed:
+            self._is_let_go = True
+            self._changed.notify_all()
 
     def take(self) -> list[Request]:
         with self._changed:
@@ -106,6 +115,8 @@ class ReplicaFeed(RequestFeed):
             return taken
 
     def wait(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_let_go, max(0.0, min(seconds, _IDLE_S)))
         if self.has_requests:
             return
         with self._changed:

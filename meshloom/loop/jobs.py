@@ -1,0 +1,66 @@
+"""A call of the engine on many devices, while its replicas are at work on it.
+
+Owns: the records of a replica and of a call, and what a replica's thread tells the caller's. Refuses to know: workers, who does
+what.
+"""
+
+import queue
+from dataclasses import dataclass, field
+
+from meshloom.loop.shares import Share
+from meshloom.loop.turns import Turns
+from meshloom.rollout.feed import RequestFeed
+from meshloom.rollout.protocol import Completion
+
+
+@dataclass
+class Replica:
+    """One replica of the engine.
+
+    Args:
+        ranks: of its devices; the first one tells what it generated.
+        waiting_tokens: most tokens that were asked of it and are not finished.
+    """
+
+    ranks: tuple[int, ...]
+    turns: Turns = field(default_factory=Turns)
+    waiting_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class End:
+    """A replica has told everything; or what went wrong with it."""
+
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class More:
+    """More requests have come, or no more will."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One call.
+
+    Args:
+        deadline_s: of it, from when a replica begins.
+        until: when what comes later is over, on the monotonic clock.
+        feed: of what comes later; none if nothing does.
+        told: what replicas tell.
+        shares: of the replicas, begun and not.
+        pending: what each replica, by its first rank, has yet to begin.
+        running: what each replica generates, if more may join it.
+        made_by: the replica that has told samples of a request.
+        at_work: replicas that have a thread.
+    """
+
+    deadline_s: float
+    until: float
+    feed: RequestFeed | None
+    told: "queue.SimpleQueue[list[Completion] | More | End]" = field(default_factory=queue.SimpleQueue)
+    shares: list[Share] = field(default_factory=list)
+    pending: dict[int, Share] = field(default_factory=dict)
+    running: dict[int, Share] = field(default_factory=dict)
+    made_by: dict[int, Replica] = field(default_factory=dict)
+    at_work: set[int] = field(default_factory=set)
