@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -132,7 +133,8 @@ class EnvironmentPool(Pool["_Keeper"]):
         return self._closed
 
     def refuse(self, fault: BaseException | None) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         for keeper in self._keepers:
             keeper.queue.put(None)
 
@@ -163,13 +165,15 @@ class EnvironmentPool(Pool["_Keeper"]):
             return
         with self._lock:
             episode.keeper.num_episodes -= 1
-        self._submit(episode, "close", None)
+        with suppress(RuntimeError):  # who is closed has no environments
+            self._submit(episode, "close", None)
 
     def _submit(self, episode: Episode, verb: str, argument: Any) -> "Future[Reply]":
-        if self._closed:
-            raise RuntimeError("the environments are closed") from self._fault
         call = _Call(episode, verb, argument)
-        (episode.keeper or self._keepers[0]).queue.put(call)
+        with self._lock:  # a call that came after the keepers have gone would never be answered
+            if self._closed:
+                raise RuntimeError("the environments are closed") from self._fault
+            (episode.keeper or self._keepers[0]).queue.put(call)
         return call.future
 
     def start_worker(self) -> EnvironmentWorker:

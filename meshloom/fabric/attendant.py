@@ -234,13 +234,14 @@ class Attendant:
             if parent is not None and os.getppid() != parent:
                 self._channel.close()  # a child that the controller forked can keep the connection open after its death
                 return
+            # Before it sends: what was sent a beat ago has had its time, also where this process was held meanwhile.
+            if self._channel.unanswered_s() > UNANSWERED_S:
+                self._channel.close()
+                return
             stopped = [one.rank for one in list(self._minded.values()) if one.pid and processes.is_stopped(one.pid)]
             try:
                 self._channel.send({"kind": "beat", "stopped": stopped})
             except ChannelClosed:
-                self._channel.close()
-                return
-            if self._channel.unanswered_s() > UNANSWERED_S:
                 self._channel.close()
                 return
 
