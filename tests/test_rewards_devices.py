@@ -158,3 +158,46 @@ def test_offload_of_a_reward_model_that_is_never_brought_back_is_refused(
 ) -> None:
     plan = build_plan(modelled(inputs, tmp_path / "run", TWO, "offload.reward.parameters=host", *changes), 14)
     assert [problem.code for problem in plan.problems] == [code]
+
+
+KIND = ("device=cuda", "cluster.device=h200", "device_memory_bytes=100000000000", "model.dtype=bfloat16")
+
+
+def seconds(plan: Plan) -> dict[str, float]:
+    return {line.name: line.value for line in plan.lines if line.section == "time" and isinstance(line.value, float)}
+
+
+def test_the_plan_forecasts_the_seconds_of_a_reward_model(inputs: Path, tmp_path: Path) -> None:
+    """They follow generation on the engine's devices, go on beside it on others, and are those of the samples of a device."""
+
+    def planned(*changes: str) -> dict[str, float]:
+        found = build_plan(modelled(inputs, tmp_path / "run", *KIND, *changes), 14)
+        assert not found.problems
+        (line,) = (line for line in found.lines if line.name == "reward models")
+        assert ("while others are generated" in line.formula) is ("placement.reward=[1]" in changes)
+        return seconds(found)
+
+    def in_turns(found: dict[str, float]) -> float:
+        return sum(found[name] for name in found if name.count(":") == 1 and not name.endswith("waits")) + 0.06
+
+    shared = planned()
+    scored = shared["reward: score"]
+    assert scored > 0 and shared["step"] == pytest.approx(in_turns(shared), abs=1e-4)
+    own = planned(*OF_ITS_OWN)
+    hidden = min(own["reward: score"], own["rollout: generate"])
+    assert own["step"] == pytest.approx(in_turns(own) - hidden, abs=1e-4)
+    more = planned("batch.prompts_per_step=4096", "batch.prompts_per_update=4096")
+    both = planned("batch.prompts_per_step=4096", "batch.prompts_per_update=4096", TWO)
+    assert more["reward: score"] > 10 * scored
+    assert both["reward: score"] == pytest.approx(more["reward: score"] / 2, rel=0.02)
+
+
+def test_a_reward_model_that_cannot_be_counted_is_said_to_be_left_out(inputs: Path, tmp_path: Path) -> None:
+    folder = write_reward_model(tmp_path / "judge", inputs / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
+    path = f"reward.components.quality.model.path={folder}"
+    found = build_plan(modelled(inputs, tmp_path / "run", *KIND, path), 14)
+    assert found.value("reward: score") == 0
+    (line,) = (line for line in found.lines if line.name == "not counted among them")
+    assert "quality" in line.formula

@@ -28,7 +28,8 @@ from meshloom.plan.memory import GPU, trainable_parameters
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
 from meshloom.plan.parameters import UnknownFamily, count_parameters
-from meshloom.plan.placement import devices_of_machine
+from meshloom.plan.placement import Role, devices_of_machine
+from meshloom.plan.reward_time import scores_meanwhile
 from meshloom.plan.sft_devices import lay_out_sft
 
 MACHINE_KEY = "machine"
@@ -67,10 +68,6 @@ def read_measured_run(path: str | os.PathLike[str], *, device_kind: str | None =
     folder = Path(path)
     settings, plan = _settings(folder), _plan(folder)
     device = _device(folder, settings, plan, device_kind)
-    steps = list(_steps(read_metrics(folder), skip))
-    if not steps:
-        what = f"the run has no step to be measured: the first {skip} after each start do not count"
-        raise UserError(what, where=str(folder), fix="let it make three steps or more")
     if settings.device == "auto":
         settings = with_values(settings, {"device": plan.get(MACHINE_KEY, {}).get("type", "cuda")})
     model_folder = _model(folder, settings)
@@ -80,6 +77,12 @@ def read_measured_run(path: str | os.PathLike[str], *, device_kind: str | None =
         raise UserError(f"the cost model does not know this model: {error}", where=str(model_folder.path)) from error
     lay = lay_out_sft if isinstance(settings, SftSettings) else lay_out
     layout = lay(settings, divisible, devices_of_machine()).layout
+    # Where reward models share devices with the engine, scoring is work of theirs; elsewhere it is a wait.
+    scored = layout.role(Role.REWARD) is not None and not scores_meanwhile(layout)
+    steps = list(_steps(read_metrics(folder), skip, scored))
+    if not steps:
+        what = f"the run has no step to be measured: the first {skip} after each start do not count"
+        raise UserError(what, where=str(folder), fix="let it make three steps or more")
     return MeasuredRun(
         name=folder.name if folder.name not in ("run", "") else f"{folder.resolve().parent.name}/{folder.name}",
         settings=settings,
@@ -143,7 +146,7 @@ def _model(folder: Path, settings: TrainSettings | SftSettings) -> ModelFolder:
     return read_model_folder(saved[-1].parent)
 
 
-def _steps(records: Sequence[Mapping[str, Any]], skip: int) -> Iterator[_Step]:
+def _steps(records: Sequence[Mapping[str, Any]], skip: int, scored: bool) -> Iterator[_Step]:
     """Steps that count, each from the record before it to its own.
 
     A run that was resumed starts anew: its steps cannot be told from the others by their records, but medians pass over them.
@@ -155,16 +158,16 @@ def _steps(records: Sequence[Mapping[str, Any]], skip: int) -> Iterator[_Step]:
         if record["kind"] in ("train", "sft"):
             number += 1
             if number > skip and before is not None and "response_tokens_mean" in metrics:
-                yield _step(metrics, phases, record["time"] - before)
+                yield _step(metrics, phases, record["time"] - before, scored)
         before = record["time"]
 
 
-def _step(metrics: Mapping[str, float], phases: Mapping[str, float], seconds: float) -> _Step:
-    parts = {name: taken for name, taken in phases.items() if name not in _APART}
+def _step(metrics: Mapping[str, float], phases: Mapping[str, float], seconds: float, scored: bool) -> _Step:
+    # Waiting for rewards is among what the cost model counts beside the phases, but for those of reward models.
+    left_out = _APART if scored else (*_APART, "score")
+    parts = {name: taken for name, taken in phases.items() if name not in left_out}
     own = seconds - sum(phases.get(name, 0.0) for name in _APART)
-    # Waiting for rewards is among what the cost model counts beside the phases.
-    beside = max(0.0, own - sum(taken for name, taken in parts.items() if name != "score"))
-    parts.pop("score", None)
+    beside = max(0.0, own - sum(parts.values()))
     lengths = Lengths(
         prompt=metrics["prompt_tokens_mean"],
         response=metrics["response_tokens_mean"],

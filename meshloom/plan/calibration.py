@@ -22,6 +22,7 @@ BESIDE = "beside phases"
 """What a step takes that is no phase: rewards, records, packing."""
 _PARTS: dict[str, tuple[Role, Phase]] = {
     "generate": (Role.ROLLOUT, Phase.GENERATE),
+    "score": (Role.REWARD, Phase.SCORE),
     "log_prob": (Role.ACTOR, Phase.LOGPROB),
     "reference": (Role.REFERENCE, Phase.LOGPROB),
     "values": (Role.CRITIC, Phase.VALUES),
@@ -198,7 +199,7 @@ def held(run: MeasuredRun) -> list[Held]:
             predicted=max(group.ledger.held(phase) for group in groups if role in group.roles),
         )
         for name, (role, phase) in _PARTS.items()
-        if name in run.peaks
+        if name in run.peaks and any(role in group.roles for group in groups)
     ]
 
 

@@ -20,6 +20,7 @@ from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import EngineRole, Holding, ModelRole, Phase
 from meshloom.plan.reward_memory import reward_holdings, with_rewards
+from meshloom.plan.reward_time import score_time, scores_meanwhile
 from meshloom.plan.role_numbers import engine_role, model_role, updates_per_step, with_room_for_cache
 from meshloom.plan.sharded_memory import DeviceLedger, device_ledger, moves
 from meshloom.plan.shards import ceil_div
@@ -154,6 +155,7 @@ def forecast(
     roles = count_roles(settings, model, layout, recompute=recompute, adapters=adapters, critic=critic, memory=memory)
     groups = device_groups(layout, roles, memory)
     phases = tuple(phase_times(settings, layout, roles.models, roles.engine, lengths, cluster, constants))
+    phases += scoring(settings, layout, lengths, cluster, constants)
     offload = max((tuple(_offload(group, cluster, constants)) for group in groups), key=_total, default=())
     return Forecast(
         groups=groups,
@@ -293,10 +295,20 @@ def phase_times(
         yield movement_time(engine, models[Role.ACTOR], cluster, constants, apart=apart)
 
 
+def scoring(
+    settings: TrainSettings, layout: Layout, lengths: Lengths, cluster: Cluster, constants: Constants
+) -> tuple[PhaseTime, ...]:
+    """Scoring by reward models; nothing where there are none."""
+    tokens = {"prompt_tokens": lengths.prompt, "response_tokens": lengths.response}
+    found = score_time(settings, layout, cluster, constants, **tokens)
+    return () if found is None else (found,)
+
+
 def step_of(
     settings: TrainSettings, layout: Layout, phases: tuple[PhaseTime, ...], offload: float, constants: Constants
 ) -> float:
-    """Phases in their order; in each, the devices that are busy longest."""
+    """Phases in their order; in each, the devices that are busy longest. Scoring by reward models follows generation on its
+    devices, and goes on beside it on others."""
     longest: list[PhaseTime] = []
     for phase in Phase:
         of_groups = [
@@ -304,7 +316,14 @@ def step_of(
             for shared in layout.shared
         ]
         longest += max(of_groups, key=lambda found: sum(each.seconds for each in found), default=[])
-    generated = [found for found in longest if found.phase is Phase.GENERATE]
-    others = [found for found in longest if found.phase is not Phase.GENERATE]
+    rollout = [found for found in longest if found.phase is Phase.GENERATE]
+    scored = [found for found in longest if found.phase is Phase.SCORE]
+    others = [found for found in longest if found.phase not in (Phase.GENERATE, Phase.SCORE)]
     apart = runs_ahead(settings, layout)
-    return step_seconds(generated, others, constants, offload=offload, apart=apart)
+    if not scores_meanwhile(layout):
+        rollout += scored
+    elif apart and share_devices(layout.role(Role.REWARD), layout.role(Role.ACTOR)):
+        others += scored
+    else:
+        rollout = max(rollout, scored, key=lambda found: sum(each.seconds for each in found))
+    return step_seconds(rollout, others, constants, offload=offload, apart=apart)

@@ -31,6 +31,7 @@ from meshloom.plan.parameters import count_parameters, is_counted
 from meshloom.plan.placement import Role, devices_of_machine, roles_of
 from meshloom.plan.recompute import Recompute
 from meshloom.plan.residency import Phase
+from meshloom.plan.reward_time import score_assumptions
 from meshloom.plan.stays import stays
 from meshloom.plan.waiting import waiting_lines
 
@@ -247,11 +248,7 @@ def _time_lines(look: Look, *, fits: bool) -> Iterator[LedgerLine]:
     given = given_constants(look.settings)
     yield from look.forecast.lines(look.cluster, given.constants, given.origins)
     yield from waiting_lines(look.settings, look.layout, look.forecast, look.forecast_of)
-    if look.layout.role(Role.REWARD) is not None:
-        formula = "its time is not estimated"
-        yield LedgerLine(
-            section="assumptions", name="reward model", value="not counted", formula=formula, source=DERIVED
-        )
+    yield from score_assumptions(look.settings, look.layout)
 
 
 def _check_memory(found: Findings, look: Look) -> _Lack:

@@ -28,10 +28,15 @@ def reward_holdings(settings: TrainSettings) -> tuple[Holding, ...]:
     """All reward models of a run, on each of their devices; of a folder that cannot be read nothing is counted."""
     found = []
     for name, model in reward_models(settings.reward).items():
-        folder = _folder(model.path, _changed(model.path))
+        folder = reward_folder(model.path)
         if folder is not None:
             found += _holdings(settings, name, model, folder)
     return tuple(found)
+
+
+def reward_folder(path: str) -> ModelFolder | None:
+    """A reward model's folder; none if it cannot be read."""
+    return _folder(path, _changed(path))
 
 
 def _changed(path: str) -> float:

@@ -2,7 +2,8 @@
 
 Owns: the order of the phases as stretches of time. Refuses to know: how long anything takes. Always holds: roles on one device
 take turns; phases follow each other, but for generation with a lag of a version or more on devices of its own, which goes on
-while the others train; the end is that of the forecast's step, less what a step costs beside its phases.
+while the others train, and for reward models on devices that do not generate, which score meanwhile; the end is that of the
+forecast's step, less what a step costs beside its phases.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.forecast import Forecast
 from meshloom.plan.lag import runs_ahead
-from meshloom.plan.layout import Layout
+from meshloom.plan.layout import Layout, share_devices
+from meshloom.plan.placement import Role
 from meshloom.plan.residency import Phase
+from meshloom.plan.reward_time import scores_meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +103,16 @@ def schedule(settings: TrainSettings, layout: Layout, forecast: Forecast) -> Sch
         forecast: how long each phase of each role takes.
     """
     lagged = runs_ahead(settings, layout)
-    others = [phase for phase in Phase if phase is not Phase.GENERATE]
-    sampled, generated = _run((Phase.GENERATE,), layout, forecast, 0.0)
+    others = [phase for phase in Phase if phase not in (Phase.GENERATE, Phase.SCORE)]
+    meanwhile = scores_meanwhile(layout)
+    sampled, generated = _run((Phase.GENERATE,) if meanwhile else (Phase.GENERATE, Phase.SCORE), layout, forecast, 0.0)
+    if meanwhile and lagged and share_devices(layout.role(Role.REWARD), layout.role(Role.ACTOR)):
+        others.insert(0, Phase.SCORE)
+    elif meanwhile:
+        # Group by group, the last of them when all are generated.
+        begin = max(0.0, generated - forecast.seconds(Role.REWARD, Phase.SCORE))
+        scored, generated = _run((Phase.SCORE,), layout, forecast, begin)
+        sampled += scored
     trained, end = _run(others, layout, forecast, 0.0 if lagged else generated)
     end = max(end, generated)
     moved = sum(part.seconds for part in forecast.offload)

@@ -10,7 +10,16 @@ from meshloom.config.settings import TrainSettings
 from meshloom.plan.arrangement import Arrangement
 from meshloom.plan.constants import Cluster
 from meshloom.plan.fitting import Case
-from meshloom.plan.forecast import Lengths, Roles, count_roles, device_groups, phase_times, share_devices, step_of
+from meshloom.plan.forecast import (
+    Lengths,
+    Roles,
+    count_roles,
+    device_groups,
+    phase_times,
+    scoring,
+    share_devices,
+    step_of,
+)
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import EngineRole, ModelRole, Phase
 from meshloom.plan.sharded_memory import moves
@@ -87,6 +96,15 @@ class ArrangementTimes:
             self._times[sync] = [movement_time(engine, source, self._cluster, self._case.constants, apart=apart)]
         return self._times[generate] + self._times[sync]
 
+    def rewards(self, arrangement: Arrangement) -> list[PhaseTime]:
+        """Scoring by reward models, which the search leaves where they are."""
+        key = (Role.REWARD, arrangement.placed.get(Role.REWARD))
+        if key not in self._times:
+            case = self._case
+            found = scoring(case.settings, arrangement.layout, self._lengths, self._cluster, case.constants)
+            self._times[key] = list(found)
+        return self._times[key]
+
     def step(self, arrangement: Arrangement, models: list[PhaseTime], moved: float) -> float:
         """Seconds of a step.
 
@@ -95,5 +113,5 @@ class ArrangementTimes:
             models: phases of its models.
             moved: seconds that offload takes.
         """
-        phases = (*models, *self.engine(arrangement))
+        phases = (*models, *self.engine(arrangement), *self.rewards(arrangement))
         return step_of(self._case.settings, arrangement.layout, phases, moved, self._case.constants)

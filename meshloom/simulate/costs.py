@@ -17,6 +17,7 @@ from meshloom.plan.lag import most_updates
 from meshloom.plan.layout import Layout, share_devices
 from meshloom.plan.placement import Role
 from meshloom.plan.residency import EngineRole, ModelRole, Phase
+from meshloom.plan.reward_time import pass_time, scored_work, scores_meanwhile
 from meshloom.plan.shards import cached_values
 from meshloom.plan.time import decode_step, forward_time, movement_time, update_time
 from meshloom.simulate.engine import Made
@@ -132,6 +133,22 @@ class Costs:
             start_s=constants.generate_start_s,
             slots=slots,
         )
+
+    def scoring(self, groups: list[Made]) -> Spent:
+        """What reward models take: on the engine's devices before anything is learned, on the trainer's as well, and no time
+        beside generation where they have devices of their own."""
+        reward = self.layout.role(Role.REWARD)
+        if reward is None:
+            return Spent(0.0, {}, False)
+        lengths = [group.drawn.prompt + made for group in groups for made in group.drawn.trained]
+        work = scored_work(len(lengths), sum(lengths) / max(1, len(lengths)))
+        found = self._known.get((Phase.SCORE, work, (Role.REWARD,)))
+        if found is None:
+            seconds = pass_time(self.settings, self.layout, work, self.cluster, self.constants).seconds
+            own = not any(share_devices(reward, self.layout.role(role)) for role in (Role.ROLLOUT, Role.ACTOR))
+            found = Spent(0.0 if own else seconds, {str(Role.REWARD): seconds}, not scores_meanwhile(self.layout))
+            self._known[Phase.SCORE, work, (Role.REWARD,)] = found
+        return found
 
     def judging(self, groups: list[Made]) -> Spent:
         """Log-probs and values of a step's samples."""

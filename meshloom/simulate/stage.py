@@ -123,6 +123,7 @@ class VirtualStage:
 
     def judge(self, groups: Sequence[Group[Made]]) -> list[Made]:
         batch = [group.content for group in groups]
+        self._spend(self.costs.scoring(batch))
         self._spend(self.costs.judging(batch))
         return batch
 
