@@ -13,7 +13,7 @@ from meshloom.rollout.endings import Decision
 from meshloom.rollout.feed import ReplicaFeed
 from meshloom.rollout.paged_engine import PagedEngine
 from meshloom.rollout.peers import OverRanks
-from meshloom.rollout.protocol import Completion, Engine, Request, SamplingParams
+from meshloom.rollout.protocol import Completion, Engine, FinishReason, Request, SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.train.mesh import make_mesh
 from meshloom.weights.engine_copy import EngineCopy
@@ -48,13 +48,13 @@ def requests() -> list[Request]:
     ]
 
 
-def engine_of(kind: str, module: torch.nn.Module, peers: OverRanks | None = None) -> Engine:
-    """An engine whose cache is so small that samples are set back."""
+def engine_of(kind: str, module: torch.nn.Module, peers: OverRanks | None = None, cache_tokens: int = 250) -> Engine:
+    """An engine whose cache is so small that samples are set back, unless it is given more."""
     more = {"page": 16} if kind == "paged" else {}
     heads = 2 if peers is None else max(1, 2 // peers.count)
     bytes_per_token = 2 * 2 * heads * 16 * 4
     return ENGINES[kind](
-        module, eos_ids=(1,), max_sequences=6, kv_cache_bytes=250 * bytes_per_token, peers=peers, **more
+        module, eos_ids=(1,), max_sequences=6, kv_cache_bytes=cache_tokens * bytes_per_token, peers=peers, **more
     )
 
 
@@ -120,22 +120,31 @@ def end_at_once(kind: str, folder: str) -> tuple[Told, Told]:
 
 
 def join_at_once(kind: str, folder: str) -> tuple[Told, Told]:
-    """Requests that come to ranks at different times, the last ones while others run: what all of them tell, and one device
-    without a feed."""
+    """Requests that come to ranks at different times, the last ones while others run, and one of them goes on from what is kept
+    of another: what all of them tell, and one device without a feed, from the beginning."""
     peers = peers_of([0, 1, 2, 3], 2, dist.get_rank())
     copy = cut_copy(folder, peers, torch.float32, CPU)
     for parameter in copy.module.parameters():
         torch.nn.init.constant_(parameter, 0.01)
-    engine = engine_of(kind, copy.module, peers)
-    asked, found = requests(), []
-    feed = ReplicaFeed(replace(asked[-1], params=SamplingParams(max_tokens=24), seeds=range(15)), engine.first_says)
+    engine = engine_of(kind, copy.module, peers, 2000)
+    stops = tuple(range(2, 20))
+    asked = [replace(each, params=replace(each.params, stop_ids=stops), keep=True) for each in requests()]
+    found: list[Completion] = []
+    longest = SamplingParams(max_tokens=24, stop_ids=stops)
+    feed = ReplicaFeed(replace(asked[-1], params=longest, seeds=range(16)), engine.first_says)
     threading.Timer(0.2 * peers.rank, lambda: feed.offer(asked[1:2])).start()
     for completion in engine.generate(asked[:1], deadline_s=60, feed=feed):
         if not found:
             feed.offer(asked[2:])
         found.append(completion)
+        if len(asked) == 5 and completion.finish is FinishReason.STOP:
+            before = asked[completion.request_id].prompt_ids
+            asked.append(Request(id=9, prompt_ids=[*before, *completion.ids, 5, 6], params=longest, seeds=[4]))
+            feed.offer(asked[5:])
     joined = told(found)
-    return joined, told(list(engine.generate([r for r in asked if (r.id, 0) in joined], deadline_s=60)))
+    assert engine.take_prompts().reused > 0
+    alone = [replace(each, keep=False) for each in asked if (each.id, 0) in joined]
+    return joined, told(list(engine.generate(alone, deadline_s=60)))
 
 
 def draw_apart() -> str:
