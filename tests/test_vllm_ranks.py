@@ -10,10 +10,11 @@ from meshloom.fabric.local import LocalSite
 from meshloom.lesson.model import build_model
 from meshloom.loop.replicas import RemoteEngine
 from meshloom.loop.train import run_training
-from meshloom.observe.records import read_metrics
+from meshloom.observe.records import read_metrics, read_samples
 from meshloom.plan.build import build_plan
 from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from tests.lesson_runs import REWARD, train_settings, write_rows
+from tests.test_episodes import GAME
 from tests.test_loop_replicas import Watched, joined
 from tests.test_many_devices import assert_like
 
@@ -61,6 +62,32 @@ def test_vllm_over_devices_does_what_one_device_does(inputs: Path, alone: Path, 
     gaps = [r["metrics"]["sampler_gap"] for r in read_metrics(tmp_path / "run") if r["kind"] == "train"]
     assert len(gaps) == 3 and max(gaps) < NEAR
     assert not list(Path("/dev/shm").glob("meshloom-*")), "memory that ranks shared has still a name"
+
+
+def test_turns_of_episodes_join_those_that_a_cut_replica_generates(inputs: Path, tmp_path: Path) -> None:
+    """Each rank takes the same ones; what was sampled turn by turn is what is trained on."""
+    (inputs / "game.py").write_text(GAME)
+    settings = train_settings(
+        inputs,
+        tmp_path / "run",
+        *VLLM,
+        *LAYOUTS["one replica over two"],
+        f"environment.gym={inputs}/game.py:Gym",
+        "environment.workers=1",
+        "environment.max_turn_tokens=12",
+        "data.train.files=[]",
+        "data.train.episodes=6",
+        "data.validation=null",
+        "reward.function=null",
+        "rollout.max_response_tokens=90",
+        "batch.tokens_per_microbatch=400",
+        "batch.steps=2",
+    )
+    assert run_training(settings, resume=False) == 0
+    steps = [r["metrics"] for r in read_metrics(tmp_path / "run") if r["kind"] == "train"]
+    assert len(steps) == 2 and all(metrics["sampler_gap"] < NEAR for metrics in steps)
+    records = list(read_samples(tmp_path / "run"))
+    assert len(records) == 24 and {r["turns"] for r in records} >= {2} and not any(r["invalid"] for r in records)
 
 
 @contextmanager
