@@ -14,7 +14,8 @@ from meshloom.loop.correction import learned
 from meshloom.loop.held import HeldSamples, Shares, what_is_new
 from meshloom.loop.parcels import KeptSamples, Parcel
 from meshloom.loop.sharing import Sharing, shared_out
-from meshloom.plan.role_numbers import unread_logprobs
+from meshloom.plan.placement import Role
+from meshloom.plan.role_numbers import kept_width, unread_logprobs
 from meshloom.samples import Samples
 from meshloom.samples.balance import Costs
 
@@ -124,7 +125,8 @@ def test_ranks_compute_with_what_they_would_have_been_sent_whole(per_update: int
 
 
 def test_samples_of_even_updates_stay_where_they_were_asked_about() -> None:
-    """Shared out for the updates at once: an update sends log-probs of the sampler and a few numbers for each sample."""
+    """Shared out for the updates at once: an update sends log-probs of the sampler and a few numbers for each sample; ranks
+    keep what the plan says."""
     cluster = Cluster()
     batch = cluster.held.begin(batch_of(32), cut_by(16))
     cluster.call(asked(batch), "old_logprob")
@@ -133,6 +135,8 @@ def test_samples_of_even_updates_stay_where_they_were_asked_about() -> None:
     sent = sum(cluster.call(update) for update in cut_by(16)(batch))
     few = 128
     assert sent <= 4 * batch.num_tokens + few * len(batch)
+    ranks_of_a_replica, settings = 2, settings_with("batch.prompts_per_step=32", "batch.prompts_per_update=16")
+    assert cluster.kept_bytes == ranks_of_a_replica * kept_width(settings, Role.ACTOR) * batch.num_tokens
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -188,8 +192,12 @@ def test_log_probs_that_only_the_loss_reads_stay_on_ranks() -> None:
     ids=["divergence in the loss", "divergence in the reward", "rejection", "samples of a file"],
 )
 def test_log_probs_that_the_loop_reads_are_told(change: str, unread: set[str]) -> None:
-    given = ["run_dir=r", "model.path=m", "data.train.reasoning_gym=basic_arithmetic", change]
-    assert set(unread_logprobs(load_settings(TrainSettings, None, given))) == unread
+    assert set(unread_logprobs(settings_with(change))) == unread
+
+
+def settings_with(*changes: str) -> TrainSettings:
+    given = ["run_dir=r", "model.path=m", "data.train.reasoning_gym=basic_arithmetic", *changes]
+    return load_settings(TrainSettings, None, given)
 
 
 def brought(cluster: Cluster, samples: Samples, parts: list[list[int]]) -> list[tuple[int, Parcel]]:

@@ -78,8 +78,7 @@ class HeldSamples:
         self._ranks, self._tell = frozenset(ranks), tell
         self._learner, self._need_not_tell = learner, frozenset(untold)
         self._untold: dict[str, frozenset[int]] = {}
-        self.settled: Sequence[Sequence[int]] | None = None
-        """Parts of the batch on the learner's replicas that hold for all updates of the step."""
+        self._settled: Sequence[Sequence[int]] | None = None
         self._number, self._batch = 0, Samples(torch.zeros(0, dtype=torch.int64))
         self._is_on = False
         self._has: dict[int, dict[str, Tensor]] = {}
@@ -99,7 +98,7 @@ class HeldSamples:
         self.updates = cut(Samples(batch.lengths, {"mask": batch["mask"]}, {**rows, PLACE: place_B}))
         self._number += 1
         self._batch, self._has, self._is_on = Samples(batch.lengths, dict(batch.tokens)), {}, True
-        self._untold, self.settled = {}, None
+        self._untold, self._settled = {}, None
         return batch.with_rows(**{PLACE: place_B})
 
     def end(self) -> None:
@@ -126,13 +125,18 @@ class HeldSamples:
         """Whether ranks of a group keep what they are given."""
         return not self._ranks.isdisjoint(layout.ranks)
 
+    def settle(self, parts: Sequence[Sequence[int]], layout: GroupLayout) -> None:
+        """Parts of the batch on replicas of a layout hold for all updates of the step."""
+        if layout == self._learner:
+            self._settled = parts
+
     def must_stay(self, layout: GroupLayout) -> bool:
         """Whether replicas of a layout alone have something of their samples."""
         return bool(self._untold) and layout == self._learner
 
     def need_tell(self, name: str, samples: Samples, parts: Sequence[Sequence[int]], layout: GroupLayout) -> bool:
         """Whether ranks that compute a column must tell it: the loop reads it, or its samples may be needed elsewhere."""
-        settled = layout.num_parts == 1 or parts == self.settled
+        settled = layout.num_parts == 1 or parts == self._settled
         stays = layout == self._learner and self.is_whole(samples) and settled
         return name not in self._need_not_tell or not stays
 

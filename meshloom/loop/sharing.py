@@ -98,7 +98,7 @@ def shared_out(sharing: Sharing, samples: Samples, layout: GroupLayout, held: He
     if held.is_whole(samples):
         of_updates = _by_updates(sharing, held.updates, layout.num_parts)
         if _heaviest(costs, of_updates) <= bound:
-            held.settled = of_updates
+            held.settle(of_updates, layout)
             return of_updates
     return _nearest(own, where, samples.lengths.tolist())
 

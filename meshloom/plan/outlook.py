@@ -202,7 +202,12 @@ def _memory_lines(look: Look, group: Group) -> Iterator[LedgerLine]:
     if ledger.memory_bytes is not None:
         yield _bytes(section, "memory of a device", ledger.memory_bytes, "device_memory_bytes", _origin(look))
     for place, count in where_else(group):
-        yield _bytes(section, f"kept on the {place}", count, "for this device, while it is not needed")
+        yield _bytes(
+            section,
+            f"kept on the {place}",
+            count,
+            "for this device: parts of models while they are not needed, and samples of a step",
+        )
 
 
 def _origin(look: Look) -> str:

@@ -135,12 +135,12 @@ def model_role(
         parameters_at=PLACES[offload.parameters],
         optimizer_at=PLACES[offload.optimizer],
         kept_tokens=samples_per_step(settings) * longest if over_ranks else 0,
-        kept_width=_kept_width(settings, found.role),
+        kept_width=kept_width(settings, found.role),
         kept_at=Residency.HOST if gpu else Residency.DEVICE,
     )
 
 
-def _kept_width(settings: TrainSettings, role: Role) -> int:
+def kept_width(settings: TrainSettings, role: Role) -> int:
     """Bytes of a token of the samples that a model's ranks keep: ids and mask, and what its loss reads. Advantages and returns
     come anew with each update."""
     if role == Role.CRITIC:
