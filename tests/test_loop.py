@@ -479,15 +479,15 @@ def test_a_response_ends_where_the_template_ends_a_turn(tmp_path: Path) -> None:
         assert set(saved["eos_token_id"]) == {0, 2}
 
 
-def test_samples_that_came_take_a_quarter_of_the_memory_of_lists() -> None:
+def test_samples_that_came_take_a_fifth_of_the_memory_of_lists() -> None:
     """The controller of a run over devices has all samples of a step until the last one is scored."""
     count = 1000
-    ids, logprobs = list(range(300, 300 + count)), [-0.1 * k for k in range(count)]
+    ids, logprobs = list(range(300, 300 + count)), [-0.125 * k for k in range(count)]  # an engine's are float32
     as_lists = sum(map(sys.getsizeof, (ids, ids[:], logprobs, *ids, *logprobs)))
     completion = Completion(
         request_id=3, index=1, ids=ids, logprobs=logprobs, versions=[2] * count, finish=FinishReason.STOP
     )
     found = packed(completion)
-    assert sum(map(sys.getsizeof, (found.ids, found.logprobs, found.versions))) < as_lists / 3
+    assert sum(map(sys.getsizeof, (found.ids, found.logprobs, found.versions))) < as_lists / 5
     assert (list(found.ids), list(found.logprobs), list(found.versions)) == (ids, logprobs, [2] * count)
     assert (found.request_id, found.index, found.finish) == (3, 1, FinishReason.STOP)
