@@ -1,19 +1,22 @@
-"""Every policy loss, with divergence, entropy, weights and rejection, on samples and sequences that are split over ranks."""
+"""Every policy loss, with divergence, entropy, weights and rejection, and the supervised one, on samples and sequences that are
+split over ranks."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from meshloom.algorithms.reduce import denominators
 from meshloom.config.load import load_settings
 from meshloom.config.names import FIXED_REDUCTIONS, PolicyLoss
-from meshloom.config.settings import AlgorithmSettings, TrainSettings
+from meshloom.config.settings import AlgorithmSettings, OptimizerSettings, TrainSettings
 from meshloom.loop.correction import learned, with_kept
 from meshloom.loop.objective import PolicyObjective
+from meshloom.loop.sft import NegativeLogLikelihood
 from meshloom.samples import Samples
 from meshloom.train.load import load_model
 from meshloom.train.mesh import TrainMesh
-from meshloom.train.model import TrainedModel
+from meshloom.train.model import MicrobatchBound, TrainedModel
 from tests.mesh_checks import BOUND, CPU, OPTIMIZER, folder_of, local_part, make_batch, mesh_of, model_on, settings_of
 from tests.ranks import Ranks
 
@@ -100,3 +103,42 @@ def test_every_loss_is_the_same_however_samples_and_sequences_are_split(four_ran
         losses = [found[rank][place][0] for rank in (0, 2)]
         assert sum(losses) == pytest.approx(loss, rel=1e-4, abs=1e-5)
         assert [ranks[place][1] for ranks in found] == pytest.approx([norm] * 4, rel=1e-3)
+
+
+CUTS = ((("fsdp", 2), ("sp", 2)), (("fsdp", 2), ("tp", 2)))
+
+
+def learn_supervised(model: TrainedModel, mesh: TrainMesh | None = None) -> tuple[float, float]:
+    """Loss and gradient norm of a supervised update."""
+    batch = make_batch(7)
+    loss = NegativeLogLikelihood(denominators(batch["mask"], batch.lengths))
+    report = model.forward_backward(batch if mesh is None else local_part(batch, mesh), loss)
+    return float(report["loss"]), model.optim_step(20).grad_norm
+
+
+def learn_supervised_on(folder: str) -> list[tuple[float, float]]:
+    """The same on a rank of each cut."""
+    meshes = [mesh_of([(axes, [0, 1, 2, 3])]) for axes in CUTS]
+    return [learn_supervised(model_on(mesh, folder), mesh) for mesh in meshes]
+
+
+def test_the_supervised_loss_is_the_same_however_it_is_packed_and_split(four_ranks: Ranks, folders: Path) -> None:
+    """It is the mean over all response tokens of an update, whatever its microbatches, replicas and cuts are."""
+    folder = folder_of(folders, "qwen3")
+    bounds = (BOUND, MicrobatchBound(10_000), MicrobatchBound(10_000, samples=1))
+
+    def built(bound: MicrobatchBound, optimizer: OptimizerSettings | None) -> TrainedModel:
+        return TrainedModel(load_model(folder, torch.float32, CPU), settings_of(folder), bound, optimizer)
+
+    packed = [learn_supervised(built(bound, OPTIMIZER)) for bound in bounds]
+    loss, norm = packed[0]
+    assert norm > 0
+    for other in packed[1:]:
+        assert other == pytest.approx((loss, norm), rel=1e-5)
+    batch = make_batch(7)
+    logprob_T = built(BOUND, None).forward(batch)[0]
+    assert loss == pytest.approx(-float(logprob_T[batch["mask"]].mean()), rel=1e-5)
+    found = four_ranks.run(learn_supervised_on, folder)
+    for place in range(len(CUTS)):
+        assert sum(found[rank][place][0] for rank in (0, 2)) == pytest.approx(loss, rel=1e-5)
+        assert [ranks[place][1] for ranks in found] == pytest.approx([norm] * 4, rel=1e-4)
