@@ -148,13 +148,14 @@ def test_the_plan_counts_the_optimizer_in_turn(inputs: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
+        ("data.validation.reasoning_gym=basic_arithmetic", "S009", "meshloom eval"),
         ("offload.actor.parameters=host", "F004", "offload.actor.optimizer=host"),
         ("offload.folder=/tmp", "F003", "nothing goes to disk"),
     ],
 )
-def test_offload_that_a_supervised_run_cannot_use_is_told(inputs: Path, change: str, code: str, words: str) -> None:
+def test_what_a_supervised_run_cannot_use_is_told(inputs: Path, change: str, code: str, words: str) -> None:
     plan = build_plan(sft_settings(inputs, inputs / "run", change), 14)
-    (found,) = [*plan.problems, *(each for each in plan.warnings if each.code.startswith("F"))]
+    (found,) = [*plan.problems, *(each for each in plan.warnings if each.code == code)]
     assert found.code == code and words in f"{found.what} {found.fix}"
 
 
