@@ -86,10 +86,10 @@ def _follow(task: Task, store: "Store") -> int:
     code = None if place is None else attend(_ticket(task, task.master[0], place))
     if code is None:
         store.set_timeout(timedelta(seconds=_OVER_S))
-        with suppress(RuntimeError):
+    with suppress(RuntimeError):  # who does not answer once is not asked again: torch tells each failure at length
+        if code is None:
             # The run may have ended before this task had a part in it.
             code = int(_get(store, _OVER, within_s=_OVER_S))
-    with suppress(RuntimeError):
         store.add(_LEFT, 1)
     return LOST_CODE if code is None else code
 
