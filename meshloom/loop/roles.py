@@ -1,57 +1,18 @@
 """Who does what in a reinforcement-learning run, and what a step taught them.
 
-Owns: what the algorithm may ask of a model, and the two records that the loop's programs hand around. Refuses to know: where
-roles are, how they work.
-
-Legend: T tokens of all samples end to end.
+Owns: the two records that the loop's programs hand around. Refuses to know: where roles are, how they work.
 """
 
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
-
-from torch import Tensor
+from typing import Any, Generic, TypeVar
 
 from meshloom.loop.collect import Collector
+from meshloom.loop.model_verbs import Model, ReferencePolicy
 from meshloom.loop.objective import update_metrics
 from meshloom.loop.validate import Validator
 from meshloom.loop.value_objective import ValueLesson
 from meshloom.rollout.protocol import Engine
-from meshloom.samples import Samples
-from meshloom.train.model import Loss
 from meshloom.train.optimizer import StepStats
-
-
-class Model(Protocol):
-    """A policy or a critic: on one device (``train.model.TrainedModel``), or over ranks (``loop.model_role.RemoteModel``)."""
-
-    def forward(self, samples: Samples, *, temperature: float = 1.0, adapters: bool = True) -> tuple[Tensor, ...]:
-        """Log-probs first, or a critic's values, [T]; without gradients."""
-        ...
-
-    def forward_backward(self, samples: Samples, loss: Loss, *, temperature: float = 1.0) -> dict[str, Any]:
-        """Add the gradient of one update's loss; what the loss reported."""
-        ...
-
-    def optim_step(self, total_updates: int) -> StepStats:
-        """One optimizer update from the gradients added so far."""
-        ...
-
-    def take_utilization(self, seconds: float) -> dict[str, float]:
-        """Share of the device's peak that passes have reached since the last call."""
-        ...
-
-
-class ReferencePolicy(Protocol):
-    """What the divergence is measured from."""
-
-    def logprobs(self, samples: Samples, *, temperature: float) -> Tensor:
-        """Log-probs [T]."""
-        ...
-
-    def refresh(self, actor: Any, version: int) -> None:
-        """Take the weights of the actor, which is where this is, and of ``version``."""
-        ...
-
 
 ModelT = TypeVar("ModelT", bound=Model, covariant=True)
 ReferenceT = TypeVar("ReferenceT", bound=ReferencePolicy, covariant=True)

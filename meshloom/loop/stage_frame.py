@@ -17,9 +17,10 @@ from meshloom.loop.component_watch import ComponentWatch, component_metrics
 from meshloom.loop.correction import rejection_metrics
 from meshloom.loop.groups import cut_of
 from meshloom.loop.kl_control import KlWeight
+from meshloom.loop.model_verbs import Model, ReferencePolicy
 from meshloom.loop.reference_role import WithReference
 from meshloom.loop.residents import Residents
-from meshloom.loop.roles import Lesson, Model, ReferencePolicy, Roles
+from meshloom.loop.roles import Lesson, Roles
 from meshloom.loop.session import Cut, Session, Snapshot
 from meshloom.loop.spread import ShortWatch, sifted_metrics
 from meshloom.loop.stage import Draw, Group, Job, Progress, StepDone

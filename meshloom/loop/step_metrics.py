@@ -19,12 +19,12 @@ from meshloom.config.settings import TrainSettings
 from meshloom.environments.protocol import FaultReason
 from meshloom.loop.baseline import NO_BASELINE
 from meshloom.loop.component_watch import by_component
+from meshloom.loop.model_verbs import Model
 from meshloom.loop.stage import StepDone
 from meshloom.loop.validate import length_metrics, verdict_counts
 from meshloom.observe.timing import PhaseClock
 from meshloom.samples import Samples
 from meshloom.samples.episodes import joined
-from meshloom.train.model import TrainedModel
 
 ADVISE_AT, REPEAT_EVERY = 5, 50
 """Steps in a row without any spread of rewards after which the user is told again."""
@@ -160,7 +160,7 @@ def progress_metrics(done: StepDone[Any, Any]) -> dict[str, float]:
     }
 
 
-def speed_metrics(batch: Samples, clock: PhaseClock, actor: TrainedModel) -> dict[str, float]:
+def speed_metrics(batch: Samples, clock: PhaseClock, actor: Model) -> dict[str, float]:
     """Tokens over the seconds of the step so far: all of them, and those the model generated; and the share of the device's
     peak that the updates reached."""
     phases = clock.seconds()

@@ -17,8 +17,9 @@ from meshloom.algorithms.reduce import Denominators, denominators, reduce
 from meshloom.algorithms.value import value_loss
 from meshloom.config.errors import RunFault
 from meshloom.config.settings import TrainSettings
+from meshloom.loop.model_verbs import Model
 from meshloom.samples import Samples
-from meshloom.train.model import LossParts, TrainedModel
+from meshloom.train.model import LossParts
 from meshloom.train.optimizer import StepStats
 
 
@@ -77,9 +78,7 @@ class ValueLesson:
         }
 
 
-def learn_values(
-    critic: TrainedModel, updates: Sequence[Samples], settings: TrainSettings, total_updates: int
-) -> ValueLesson:
+def learn_values(critic: Model, updates: Sequence[Samples], settings: TrainSettings, total_updates: int) -> ValueLesson:
     """The critic's updates of a step.
 
     Args:

@@ -64,7 +64,7 @@ class ArrangementTimes:
         for role, placed in arrangement.roles:
             if role in NO_MODEL:
                 continue
-            key = (role, placed, recompute, tokens)
+            key: tuple[object, ...] = (role, placed, recompute, tokens)
             if key not in self._times:
                 missing[role] = key
             else:

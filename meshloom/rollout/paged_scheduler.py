@@ -164,12 +164,6 @@ class PagedScheduler:
             count //= 2
         return count
 
-    def _take(self, count: int) -> list[int]:
-        """Free pages; where they are short, those that were used longest ago are given up."""
-        while self._pages.num_free < count and self.kept.evict():
-            pass
-        return self._pages.take(count)
-
     def _start(self, waiting: Waiting, count: int, found: Found[int], todo: Pass) -> None:
         """Give samples slots. The first of a new prompt has the pages it is computed in; the others share the whole ones, and
         copy the last, which each writes to."""
