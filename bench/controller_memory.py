@@ -143,7 +143,9 @@ class Step:
     def __init__(self, batch: Samples, replicas: int, ranks: int, updates: int) -> None:
         self.layout = GroupLayout.of_mesh(range(replicas * ranks), [("fsdp", replicas), ("tp", ranks)], ["fsdp"])
         untold = ("old_logprob", "reference_logprob")
-        self.held, self.count = HeldSamples(self.layout.ranks, learner=self.layout, untold=untold), updates
+        all_ranks = self.layout.ranks
+        self.held = HeldSamples(all_ranks, learner=self.layout, readers=all_ranks, untold=untold)
+        self.count = updates
         self.batch = replace(self.held.begin(batch, self.cut), meta={})
 
     def cut(self, batch: Samples) -> list[Samples]:
@@ -159,7 +161,7 @@ class Step:
             parts, *sent = self.send(asked)
             yield f"to ranks for {name}", *sent
             column_T = self.batch["sampler_logprob"] + len(name)
-            tells = self.held.need_tell(name, asked, parts, self.layout)
+            tells = self.held.need_tell(name, asked, parts, self.layout, self.layout.ranks)
             yield f"back: {name}", tells * written(column_T), 2 * written(column_T)
             at = dict(zip(self.layout.ranks, self.layout.data_index, strict=True))
             column_T = self.held.computed(name, column_T if tells else None, asked, parts, at)

@@ -157,12 +157,12 @@ def test_samples_that_stay_cost_no_balance(seed: int) -> None:
 def test_log_probs_that_only_the_loss_reads_stay_on_ranks() -> None:
     """The controller has none of them; updates that are made of them are those that they would be, and stay where they are."""
     cluster = Cluster()
-    cluster.held = HeldSamples(cluster.keeping, learner=PAIRS, untold=["old_logprob"])
+    cluster.held = HeldSamples(cluster.keeping, learner=PAIRS, readers=[1, 3], untold=["old_logprob"])
     batch = cluster.held.begin(batch_of(32), cut_by(16))
     parts = shared_out(SHARING, asked(batch), PAIRS, cluster.held)
-    assert cluster.held.need_tell("values", asked(batch), parts, PAIRS)
-    assert cluster.held.need_tell("old_logprob", asked(batch), parts[::-1], PAIRS)
-    assert not cluster.held.need_tell("old_logprob", asked(batch), parts, PAIRS)
+    assert cluster.held.need_tell("values", asked(batch), parts, PAIRS, [1, 3])
+    assert cluster.held.need_tell("old_logprob", asked(batch), parts[::-1], PAIRS, [1, 3])
+    assert not cluster.held.need_tell("old_logprob", asked(batch), parts, PAIRS, [1, 3])
     last_stage, name = {1: 0, 3: 1}, "old_logprob"
     for rank, parcel in brought(cluster, asked(batch), parts):
         ids = cluster.hosts[rank].take(parcel)["ids"]
@@ -179,6 +179,20 @@ def test_log_probs_that_only_the_loss_reads_stay_on_ranks() -> None:
                 assert torch.equal(found[name], update.select(parts[last_stage[rank]])["ids"].float())
         with pytest.raises(RuntimeError, match="would go to rank"):
             cluster.held.parcels(update, parts[::-1], PAIRS)
+
+
+def test_log_probs_of_stages_are_told_to_ranks_that_cut_layers() -> None:
+    """A reference in stages has them on its last rank alone; both ranks of an actor on the same devices compute the loss."""
+    pair = GroupLayout((0, 1), (0, 0))
+    held = HeldSamples([0, 1], learner=pair, readers=[0, 1], untold=["reference_logprob"])
+    batch = held.begin(batch_of(4), cut_by(4))
+    parts = shared_out(SHARING, asked(batch), pair, held)
+    assert held.need_tell("reference_logprob", asked(batch), parts, pair, [1])
+    assert not held.need_tell("reference_logprob", asked(batch), parts, pair, [0, 1])
+    held.parcels(asked(batch), parts, pair)
+    batch = batch.with_tokens(reference_logprob=held.computed("reference_logprob", None, asked(batch), parts, {1: 0}))
+    with pytest.raises(RuntimeError, match="would go to rank 0"):
+        held.parcels(cut_by(4)(batch)[0], parts, pair)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ class HeldSamples:
         ranks: that keep what they are given: those of models that are trained.
         tell: called with ranks that are to give up what they keep.
         learner: layout of the model whose loss reads log-probs; none where all of them are told.
+        readers: ranks of that model that compute its loss.
         untold: columns that its ranks need not tell.
     """
 
@@ -73,10 +74,11 @@ class HeldSamples:
         ranks: Collection[int],
         tell: Callable[[Sequence[int]], Any] = lambda ranks: None,
         learner: GroupLayout | None = None,
+        readers: Collection[int] = (),
         untold: Collection[str] = (),
     ) -> None:
         self._ranks, self._tell = frozenset(ranks), tell
-        self._learner, self._need_not_tell = learner, frozenset(untold)
+        self._learner, self._readers, self._need_not_tell = learner, frozenset(readers), frozenset(untold)
         self._untold: dict[str, frozenset[int]] = {}
         self._settled: Sequence[Sequence[int]] | None = None
         self._number, self._batch = 0, Samples(torch.zeros(0, dtype=torch.int64))
@@ -134,10 +136,27 @@ class HeldSamples:
         """Whether replicas of a layout alone have something of their samples."""
         return bool(self._untold) and layout == self._learner
 
-    def need_tell(self, name: str, samples: Samples, parts: Sequence[Sequence[int]], layout: GroupLayout) -> bool:
-        """Whether ranks that compute a column must tell it: the loop reads it, or its samples may be needed elsewhere."""
+    def need_tell(
+        self,
+        name: str,
+        samples: Samples,
+        parts: Sequence[Sequence[int]],
+        layout: GroupLayout,
+        knowing: Collection[int],
+    ) -> bool:
+        """Whether ranks that compute a column must tell it: the loop reads it, its samples may be needed elsewhere, or ranks
+        that compute the loss do not know it, as those of a model that is cut otherwise.
+
+        Args:
+            name: of the column.
+            samples: of the call.
+            parts: of each replica, as of ``Shares``.
+            layout: of the ranks that compute it.
+            knowing: those of them that have it then.
+        """
         settled = layout.num_parts == 1 or parts == self._settled
-        stays = layout == self._learner and self.is_whole(samples) and settled
+        known = self._readers.issubset(knowing)
+        stays = layout == self._learner and known and self.is_whole(samples) and settled
         return name not in self._need_not_tell or not stays
 
     def is_whole(self, samples: Samples) -> bool:
@@ -219,7 +238,7 @@ class HeldSamples:
             RuntimeError: if it should have them.
         """
         lacks = [n for n in self._untold if n in part.tokens and not bool(self._of_rank(rank, n)[part[PLACE]].all())]
-        if wrong := [name for name in lacks if rank in self._untold[name]]:
+        if wrong := [name for name in lacks if rank in self._untold[name] | self._readers]:
             raise RuntimeError(f"samples without their {wrong[0]} would go to rank {rank}: other ranks alone have it")
         return replace(part, tokens={name: column for name, column in part.tokens.items() if name not in lacks})
 

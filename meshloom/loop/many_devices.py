@@ -151,7 +151,9 @@ class _Ranks:
         self._reference = layout.role(Role.REFERENCE)
         critic = layout.role(Role.CRITIC)
         trained = {rank for found in (self._actor, critic) if found is not None for rank in found.devices}
-        self.held = HeldSamples(trained, self._tell_to_let_go, _layout(self._actor), unread_logprobs(settings))
+        self.held = HeldSamples(
+            trained, self._tell_to_let_go, _layout(self._actor), _knowing(self._actor), unread_logprobs(settings)
+        )
         self.takes_turns = share_devices(self._actor, self._rollout)
         self.actor = RemoteModel(self._ranks(self._actor, sharing_of(settings, self._actor, backward=True)))
         reward = layout.role(Role.REWARD)
@@ -269,9 +271,8 @@ class _Ranks:
         return WorkerGroup(self._workers, _layout(found), WorkerHost)
 
     def _ranks(self, found: RoleLayout, sharing: Sharing) -> RoleRanks:
-        """A model's ranks. Those of the last stage know what its head says: stages are the outermost axis."""
-        knowing = found.ranks[-(len(found.ranks) // found.mesh.size("pp")) :]
-        return RoleRanks(self._group(found), sharing, frozenset(knowing), self.held)
+        """A model's ranks."""
+        return RoleRanks(self._group(found), sharing, _knowing(found), self.held)
 
     def _tell_to_let_go(self, ranks: Sequence[int]) -> None:
         """Ranks give up what they keep once they have done what they were called for before; nobody waits for it."""
@@ -281,3 +282,8 @@ class _Ranks:
 def _layout(found: RoleLayout) -> GroupLayout:
     """A role's replicas."""
     return GroupLayout.of_mesh(found.ranks, found.mesh.axes, DATA_AXES)
+
+
+def _knowing(found: RoleLayout) -> frozenset[int]:
+    """Ranks that know what a model's head says, those of the last stage: stages are the outermost axis."""
+    return frozenset(found.ranks[-(len(found.ranks) // found.mesh.size("pp")) :])

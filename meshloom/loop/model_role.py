@@ -54,7 +54,7 @@ class RoleRanks:
         shares = self.shares(Samples(samples.lengths, {n: samples.tokens[n] for n in ("ids", "mask")}, samples.rows))
         name = _KEPT_AS.get(role, "old_logprob" if adapters else "reference_logprob")
         layout, held = self.group.layout, self.held or HeldSamples(())
-        tells = held.need_tell(name, samples, shares.parts, layout)
+        tells = held.need_tell(name, samples, shares.parts, layout, self.knowing)
         asked = {"role": role, "temperature": temperature, "adapters": adapters, "kept_as": name, "tells": tells}
         found = self.group.call(
             "forward",
