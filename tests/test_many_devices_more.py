@@ -40,11 +40,18 @@ def alone(inputs: Path) -> Path:
     "cuts",
     [
         ("cluster.devices_per_node=2", "parallel.actor.pipeline=2", "parallel.reference.pipeline=2"),
+        ("cluster.devices_per_node=2", "parallel.actor.tensor=2", "parallel.reference.pipeline=2"),
         ("cluster.devices_per_node=4", "parallel.actor.tensor=2", "parallel.reference.sequence=2"),
         ("cluster.devices_per_node=4", "placement.actor=[0,1]", "placement.reference=[2]", "placement.rollout=[2,3]"),
         ("cluster.devices_per_node=2", "offload.actor={parameters: host, optimizer: disk}"),
     ],
-    ids=["pipeline", "sharded and split", "pools that overlap", "weights that leave their devices"],
+    ids=[
+        "pipeline",
+        "layers are cut, those of the reference in stages",
+        "sharded and split",
+        "pools that overlap",
+        "weights that leave their devices",
+    ],
 )
 def test_cuts_of_each_role_do_what_one_device_does(
     inputs: Path, alone: Path, tmp_path: Path, cuts: tuple[str, ...]
