@@ -12,6 +12,8 @@ from meshloom.plan.stays import Part
 from meshloom.train.attention import use_layouts
 from meshloom.train.residency import ResidentModel
 from meshloom.train.shelves import DiskShelf, HostShelf
+from meshloom.train.snapshot import ModelSnapshot
+from meshloom.train.streaming import OptimizerStream
 from tests.models import tiny_model
 from tests.test_train_model import make_samples, trained, weighted
 
@@ -45,6 +47,28 @@ def test_a_run_with_parts_that_leave_is_the_run_without(tmp_path: Path, place: R
     for (name, tensor), (_, other) in zip(stays.weights(), moves.weights(), strict=True):
         assert torch.equal(tensor, other), name
     around.close()
+
+
+@pytest.mark.parametrize("place", [Residency.HOST, Residency.DISK])
+def test_an_optimizer_that_comes_in_turns_makes_the_same_updates(tmp_path: Path, place: Residency) -> None:
+    """Pieces arrive and leave beside the updates of others."""
+    module = tiny_model("qwen2", torch.bfloat16).to("cuda")
+    use_layouts(module)
+    settings = ModelSettings(path="-", compile=False)
+    stays, streams = (trained(copy.deepcopy(module), 60, settings=settings) for _ in range(2))
+    stream = OptimizerStream("actor", streams.optimizer, place, device=streams.device, folder=tmp_path, pieces=6)
+    stream.park(Part.OPTIMIZER)
+    for _ in range(4):
+        for model in (stays, streams):
+            model.forward_backward(make_samples(), weighted, temperature=1.0)
+            model.optim_step(10)
+        stream.require(Part.OPTIMIZER, place)
+    kept = ModelSnapshot.take(streams, None).optimizer
+    for name, tensor in ModelSnapshot.take(stays, None).optimizer.items():
+        assert torch.equal(kept[name], tensor), name
+    for (name, tensor), (_, other) in zip(stays.weights(), streams.weights(), strict=True):
+        assert torch.equal(tensor, other), name
+    stream.close()
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
