@@ -111,7 +111,7 @@ def main() -> None:
     if given.tiny:
         compare(console, "tiny", [Talk(2, 8)], rounds=1)
         return
-    compare(console, "1M", [Talk(turns, between) for turns in (2, 4, 8, 16) for between in (16, 256)], rounds=2)
+    compare(console, "1M", [Talk(turns, between) for turns in (2, 4, 8) for between in (16, 256)], rounds=2)
 
 
 if __name__ == "__main__":
