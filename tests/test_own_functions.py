@@ -243,4 +243,4 @@ def test_a_file_that_has_changed_is_told_on_resume(
     assert run_training(train_settings(inputs, tmp_path / "run", *BRIEF, *chosen, "batch.steps=1"), resume=False) == 0
     mine.write_text(COPIES + "\n# another\n")
     assert run_training(train_settings(inputs, tmp_path / "run", *BRIEF, *chosen), resume=True) == 0
-    assert "the file of algorithm.policy_loss has changed since the checkpoint" in capsys.readouterr().out
+    assert "the file of algorithm.policy_loss changed since the checkpoint" in capsys.readouterr().out

@@ -142,3 +142,20 @@ def test_over_devices_the_reference_is_refreshed_and_resumed_as_on_one(
     train(inputs, tmp_path / "run", EVERY, *layout, resume=True)
     assert_like(refreshed, tmp_path / "run", atol=1e-4)
     assert metric(tmp_path / "run", "reference_version") == [0, 0, 4, 4, 8]
+
+
+@pytest.mark.parametrize("place", ["model.path", "reference.model"])
+def test_weights_that_have_changed_below_a_checkpoint_are_told_on_resume(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    """The divergence was measured from other weights, and nothing was said."""
+    folder = tmp_path / "model"
+    shutil.copytree(inputs / "model", folder)
+    brief = (f"{place}={folder}", "batch.steps=1")
+    train(inputs, tmp_path / "run", *brief)
+    capsys.readouterr()
+    train(inputs, tmp_path / "run", f"{place}={folder}", "batch.steps=2", resume=True)
+    assert "changed since" not in capsys.readouterr().out
+    write_model(folder, seed=5)
+    train(inputs, tmp_path / "run", f"{place}={folder}", "batch.steps=3", resume=True)
+    assert f"the weights of {place} changed since the checkpoint" in capsys.readouterr().out

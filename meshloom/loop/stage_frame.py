@@ -15,6 +15,7 @@ from meshloom.loop.baseline import baseline_metrics
 from meshloom.loop.collect import sample_records
 from meshloom.loop.component_watch import ComponentWatch, component_metrics
 from meshloom.loop.correction import rejection_metrics
+from meshloom.loop.frozen_weights import frozen_digests
 from meshloom.loop.groups import cut_of
 from meshloom.loop.kl_control import KlWeight
 from meshloom.loop.model_verbs import Model, ReferencePolicy
@@ -73,7 +74,7 @@ class StageFrame:
         self.components = ComponentWatch(component_names(self.settings.reward), self.session.display.notice)
         self.short = ShortWatch(self.settings, self.session.display.notice)
         self.kl_weight = KlWeight.of(self.settings.algorithm)
-        self.own = digests(self.settings.algorithm)
+        self.own, self.frozen = digests(self.settings.algorithm), frozen_digests(self.settings)
         self.scored: list[Samples] = []
         """Groups that were collected since a step was judged; only where some of them are left out."""
         self.version = 0
@@ -157,7 +158,7 @@ class StageFrame:
 
     def state(self) -> dict[str, Any]:
         """What of the algorithm a checkpoint holds beside the model: JSON values."""
-        state = {"kl_coefficient": self.kl_weight.coefficient, "own": self.own}
+        state = {"kl_coefficient": self.kl_weight.coefficient, "own": self.own, "frozen": self.frozen}
         return {**state, "critic_updates": self.critic_updates_done, "reference_version": self.reference_version}
 
     def load(self, cut: Cut) -> None:
@@ -167,8 +168,10 @@ class StageFrame:
         kept = cut.values["algorithm"]
         self.kl_weight.coefficient, self.critic_updates_done = kept["kl_coefficient"], kept["critic_updates"]
         self.reference_version = kept["reference_version"]
-        for name in (name for name, digest in kept["own"].items() if self.own.get(name) != digest):
-            text = f"warning: the file of algorithm.{name} has changed since the checkpoint: this run does not repeat itself"
+        changed = [f"the file of algorithm.{name}" for name in _changed(kept["own"], self.own)]
+        changed += [f"the weights of {setting}" for setting in _changed(kept["frozen"], self.frozen)]
+        for what in changed:
+            text = f"warning: {what} changed since the checkpoint: this run does not repeat itself"
             self.session.display.notice(text)
 
     def snapshot(self) -> Snapshot:
@@ -187,3 +190,8 @@ class StageFrame:
         """The actor and the critic as they are now."""
         trained = [model for model in (self.roles.actor, self.roles.critic) if model is not None]
         return ModelSnapshots([ModelSnapshot.take(model, self.tokenizer) for model in trained])
+
+
+def _changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Names whose digest is another one than it was."""
+    return [name for name, digest in before.items() if now.get(name) != digest]
