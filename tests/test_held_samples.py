@@ -181,6 +181,25 @@ def test_log_probs_that_only_the_loss_reads_stay_on_ranks() -> None:
             cluster.held.parcels(update, parts[::-1], PAIRS)
 
 
+def test_samples_stay_with_their_log_probs_where_one_rank_has_all_of_them_for_a_critic() -> None:
+    """It has as many columns of the others' samples as they have."""
+    both, critic = GroupLayout((0, 1), (0, 1)), GroupLayout((0,), (0,))
+    held = HeldSamples([0, 1], learner=both, readers=[0, 1], untold=["old_logprob"])
+    batch = held.begin(batch_of(8), cut_by(4))
+    parts = shared_out(SHARING, asked(batch), both, held)
+    assert not held.need_tell("old_logprob", asked(batch), parts, both, [0, 1])
+    held.parcels(asked(batch), parts, both)
+    batch = batch.with_tokens(old_logprob=held.computed("old_logprob", None, asked(batch), parts, {0: 0, 1: 1}))
+    everything = [list(range(len(batch)))]
+    held.parcels(asked(batch), everything, critic)
+    held.computed("values", torch.zeros(batch.num_tokens), asked(batch), everything, {0: 0})
+    for update in cut_by(4)(batch):
+        found = shared_out(SHARING, update, both, held)
+        places = [update["place"][part].tolist() for part in found]
+        assert all(set(own) <= set(part) for own, part in zip(places, parts, strict=True))
+        held.parcels(update, found, both)
+
+
 def test_log_probs_of_stages_are_told_to_ranks_that_cut_layers() -> None:
     """A reference in stages has them on its last rank alone; both ranks of an actor on the same devices compute the loss."""
     pair = GroupLayout((0, 1), (0, 0))

@@ -215,14 +215,17 @@ class HeldSamples:
         return column_T
 
     def replicas(self, samples: Samples, layout: GroupLayout) -> list[int]:
-        """Which replica has each sample, on all of its ranks, and most columns of it; -1 where none has it."""
+        """Which replica has each sample, on all of its ranks, and most columns of it; -1 where none has it. What one
+        alone has a column of is there, whatever other ranks keep of it for another model."""
         place_S, none_S = samples[PLACE], torch.zeros(len(samples), dtype=torch.int64)
         counts_RS = none_S.repeat(layout.num_parts, 1)
         whole_RS = torch.ones((layout.num_parts, len(samples)), dtype=torch.bool)
         with self._lock:
             for rank, index in zip(layout.ranks, layout.data_index, strict=True):
                 has = self._has.get(rank, {})
-                whole_RS[index] &= has["ids"][place_S] if "ids" in has else False
+                untold = [n for n, ranks in self._untold.items() if rank in ranks] if self.must_stay(layout) else []
+                for name in ("ids", *untold):
+                    whole_RS[index] &= has[name][place_S] if name in has else False
                 counts_RS[index] += sum((column[place_S] for column in has.values()), none_S)
         most_S, index_S = torch.where(whole_RS, counts_RS, 0).max(0)
         return torch.where(most_S > 0, index_S, -1).tolist()
