@@ -2,7 +2,9 @@
 
 import json
 import os
+import queue
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -357,3 +359,24 @@ def test_a_pool_that_is_closed_leaves_no_process(folder: Path) -> None:
     with EnvironmentPool(tool_settings(folder, "add", workers=2)) as pool:
         wait(pool.use_tools(pool.open(), call("add", a=1), 0))
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+class TakenAway(queue.SimpleQueue):
+    """Another keeper takes what is there right after it was seen."""
+
+    def empty(self) -> bool:
+        was_empty = super().empty()
+        if not was_empty:
+            self.get_nowait()
+        return was_empty
+
+
+def test_keepers_that_leave_at_once_do_not_wait_for_what_the_other_has_taken(folder: Path) -> None:
+    with EnvironmentPool(tool_settings(folder, "add", workers=1)) as pool:
+        keeper = pool._keepers[0]
+    keeper.queue = TakenAway()
+    keeper.queue.put(None)
+    leaves = threading.Thread(target=keeper.leave, daemon=True)
+    leaves.start()
+    leaves.join(20.0)
+    assert not leaves.is_alive()

@@ -206,12 +206,13 @@ class _Keeper(Keeper[EnvironmentWorker]):
     def leave(self) -> None:
         """Calls that nobody will carry out get a fault. What tells other keepers of the end stays for them."""
         ends = 0
-        while not self.queue.empty():
-            call = self.queue.get()
-            if call is None:
-                ends += 1
-            else:
-                call.future.set_result(Fault(FaultReason.DIED, "the environments were closed"))
+        with suppress(queue.Empty):
+            while True:
+                call = self.queue.get_nowait()  # another keeper may take what was there a moment ago
+                if call is None:
+                    ends += 1
+                else:
+                    call.future.set_result(Fault(FaultReason.DIED, "the environments were closed"))
         for _ in range(ends):
             self.queue.put(None)
 
