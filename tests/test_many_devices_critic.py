@@ -60,7 +60,8 @@ def test_a_critic_on_a_device_of_its_own_does_what_one_device_does(inputs: Path,
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_does_what_one_device_does(inputs: Path, alone: Path, tmp_path: Path, layout: str) -> None:
     assert run_training(train_settings(inputs, tmp_path / "run", *PPO, *LAYOUTS[layout]), resume=False) == 0
-    assert_like(alone, tmp_path / "run")
+    # AdamW makes steps of one size, also where a gradient is little more than rounding.
+    assert_like(alone, tmp_path / "run", atol=1e-4)
 
 
 @pytest.mark.slow
