@@ -48,5 +48,6 @@ class SftHost(WorkerHost):
         check_room(folder, planned, {Role.ACTOR: model}, {Role.ACTOR: layout.topology.devices_per_node})
         models, rank = {str(Role.ACTOR): model}, self.seat.rank
         self._residents = Residents(planned, models, folder=folder, log=self._note_memory, rank=rank)
+        mesh.agree(0)  # the first rank empties the folder that what moves goes to, on each rank from now on
         if checkpoint is not None:  # by now what moves is never whole on the device
             restore_on_mesh(model, checkpoint, updates)
