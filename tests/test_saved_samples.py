@@ -11,6 +11,7 @@ import torch
 from meshloom.cli import main
 from meshloom.config.errors import UserError
 from meshloom.config.load import dump_yaml
+from meshloom.loop.run_inputs import RunInputs
 from meshloom.loop.saved_samples import read_saved
 from meshloom.loop.token_columns import token_columns
 from meshloom.loop.train import run_training
@@ -102,6 +103,17 @@ def test_rollout_writes_the_samples_that_a_run_begins_with(inputs: Path, sampled
     assert not (tmp_path / "made" / "checkpoints").exists()
     assert main(["train", str(tmp_path / "run.yaml"), "--from-samples", str(tmp_path / "made")]) == 0
     assert len(read_metrics(tmp_path / "unused")) == 2
+
+
+def test_rows_bring_their_verifier_also_where_samples_do_not_say_where_they_are_from(
+    inputs: Path, sampled: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    write(tmp_path / "train.jsonl", [{**row, "data_source": "reasoning_gym/chain_sum"} for row in rows])
+    bare = write(tmp_path / "bare.jsonl", records(sampled), drop={"data_source"})
+    given = (f"data.train.files=[{tmp_path / 'train.jsonl'}]", f"rollout.from_samples={bare}")
+    settings = train_settings(inputs, tmp_path / "run", *BRIEF, *given)
+    assert RunInputs.read(settings, resume=False).data_sources == {"reasoning_gym/chain_sum"}
 
 
 def rollout(inputs: Path, folder: Path, *changes: str) -> Path:

@@ -39,6 +39,7 @@ class RunInputs:
         prompts: that are trained on.
         held_out: prompts of the validation.
         num_dropped: prompts that were too long.
+        data_sources: ``data_source`` of all rows; those of the settings also where samples come from a file.
         saved: samples of a file, in place of those that would be generated.
         order: of the prompts, where the run stands.
     """
@@ -51,6 +52,7 @@ class RunInputs:
     prompts: list[Prompt]
     held_out: list[Prompt]
     num_dropped: int
+    data_sources: frozenset[str]
     saved: SavedSamples | None
     order: PromptOrder
 
@@ -70,6 +72,7 @@ class RunInputs:
         tokenizer = load_tokenizer(settings.model.path)
         rendered = run_prompts(settings, tokenizer)
         prompts, held_out, num_dropped = load_prompts(settings, rendered)
+        data_sources = frozenset(prompt.row.data_source for prompt in (*prompts, *held_out))
         saved = read_saved(settings, texts_decoder(tokenizer))
         if saved is not None:
             prompts, settings = saved.prompts, saved.with_steps(settings)
@@ -85,6 +88,7 @@ class RunInputs:
             prompts=prompts,
             held_out=held_out,
             num_dropped=num_dropped,
+            data_sources=data_sources,
             saved=saved,
             order=order,
         )
@@ -93,11 +97,6 @@ class RunInputs:
         """The plan, and the same with what it decided. Arguments and errors as of ``finish_plan``."""
         plan, settings = finish_plan(self.settings, len(self.prompts), device_memory)
         return plan, replace(self, settings=settings)
-
-    @property
-    def data_sources(self) -> set[str]:
-        """``data_source`` of all rows."""
-        return {prompt.row.data_source for prompt in (*self.prompts, *self.held_out)}
 
     @property
     def updates(self) -> int:
