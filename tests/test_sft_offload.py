@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from meshloom.config.errors import RunFault
+from meshloom.config.settings import OptimizerSettings
 from meshloom.loop.sft import run_sft
 from meshloom.plan.build import build_plan
 from meshloom.plan.residency import Residency
 from meshloom.plan.sft_outlook import TOKENS_A_SECOND
 from meshloom.plan.stays import Part
 from meshloom.train.model import TrainedModel
+from meshloom.train.optimizer import Optimizer
 from meshloom.train.snapshot import ModelSnapshot
 from meshloom.train.streaming import OptimizerStream
 from tests.lesson_runs import assert_same_run, sft_settings, train_settings, write_inputs
@@ -89,6 +92,23 @@ def test_two_pieces_at_most_are_on_the_device(tmp_path: Path, monkeypatch: pytes
     sizes = [own for _, own in most]
     assert len(sizes) >= 4
     assert [held for held, _ in most] == [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)]
+
+
+def test_whole_slabs_of_the_host_are_little_more_than_what_is_in_them(tmp_path: Path) -> None:
+    """As a GPU has them, whose memory on the host is pinned in whole slabs."""
+    module = nn.Sequential(*(nn.Linear(64, 65, bias=False) for _ in range(24))).bfloat16()
+    stream = OptimizerStream(
+        "actor",
+        Optimizer(module, OptimizerSettings()),
+        Residency.HOST,
+        device=torch.device("cpu"),
+        folder=tmp_path,
+    )
+    of_layer, taken = 12 * 64 * 65, 0
+    for piece in stream._pieces:
+        slab = piece.shelf._slab_bytes
+        taken += -(-len(piece.names) * of_layer // slab) * slab
+    assert taken < 1.5 * 24 * of_layer
 
 
 def test_state_that_is_on_the_device_between_updates_stops_the_run(tmp_path: Path) -> None:

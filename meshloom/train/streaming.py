@@ -24,6 +24,8 @@ from meshloom.train.optimizer import Optimizer
 from meshloom.train.shelves import Arrival, DiskShelf, HostShelf, Shelf, empty, own_storages
 
 _LEAST_SLAB, _MOST_SLAB = 1 << 12, 1 << 28
+_SLABS = 8
+"""Of a piece on the host, at least: pinned memory is taken in whole slabs, and the plan counts what is in them."""
 _FLOAT32 = 4
 
 
@@ -184,7 +186,8 @@ class OptimizerStream:
             # While one piece goes the next comes, and the one after that has not begun.
             beside = self._pieces[number - 2].shelf if number > 1 else None
             return DiskShelf(device, file.with_name(f"{file.name}.{number}"), beside)
-        slab = min(max(1 << max(each - 1, 0).bit_length(), _LEAST_SLAB), _MOST_SLAB)
+        part = -(-each // _SLABS)
+        slab = min(max(1 << max(part - 1, 0).bit_length(), _LEAST_SLAB), _MOST_SLAB)
         return HostShelf(device, slab)
 
     def _tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
