@@ -328,7 +328,7 @@ class DiskShelf:
             f"what is moved to disk {what}",
             where=str(self._file),
             why=error.strerror or str(error),
-            fix="a folder with more room (offload.folder), or the host's memory: offload.ROLE.parameters=host",
+            fix="a folder with more room (offload.folder), or host in place of disk in the settings of offload.ROLE",
         )
 
 
