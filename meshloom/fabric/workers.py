@@ -141,12 +141,17 @@ class Workers:
         chosen = [seat.rank for seat in self.seats] if ranks is None else list(ranks)
         written = _written(arguments, len(chosen))
         with self._order:
-            self.watch.raise_fault()
-            if self._closing:
-                raise RuntimeError("the workers are closed")
+            self._require_open()
             call = self._new_call(chosen, verb, phase, deadline_s)
+            # What ends every call may have gone through them just before this one was among them.
+            self._require_open()
             self._send(call, {"kind": "call", "verb": verb}, "arguments", written)
         return call
+
+    def _require_open(self) -> None:
+        self.watch.raise_fault()
+        if self._closing:
+            raise RuntimeError("the workers are closed")
 
     def note(self, note: str, arguments: Mapping[str, Any], *, ranks: Sequence[int]) -> None:
         """Tell ranks something that the verb they are in may want to know; nothing is answered.
