@@ -114,7 +114,7 @@ def test_json_has_the_devices_and_changes_that_can_be_taken(run: Path, capsys: p
 
 def test_other_runs_are_not_planned_over_devices(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.yaml", "--kind", "eval", "batch=null", "--nodes", "2"]) == 2
-    assert "only reinforcement learning is planned over several devices" in capsys.readouterr().err
+    assert "an evaluation is on one device" in capsys.readouterr().err
 
 
 def test_a_map_is_given_on_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
