@@ -16,6 +16,8 @@ from tests.lesson_runs import train_settings, write_inputs
 SETTLED, LAST = 4, 10
 """Steps: until everything that a run makes once is there, and of the run."""
 
+KINDS = (torch.Tensor, torch.nn.Parameter)
+
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, tuple[int, int]]]:
@@ -28,7 +30,8 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, t
         if done.step in (SETTLED, LAST):
             gc.collect()
             there = gc.get_objects()
-            tensors = sum(each.nbytes for each in there if type(each) in (torch.Tensor, torch.nn.Parameter))
+            dense = [each for each in there if type(each) in KINDS and each.layout is torch.strided]
+            tensors = sum(each.nbytes for each in dense)
             counts[done.step] = tensors, len(there)
 
     inputs = write_inputs(tmp_path_factory.mktemp("inputs"))
