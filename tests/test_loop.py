@@ -237,6 +237,23 @@ def test_steps_without_spread_are_told_of_at_the_first_the_fifth_in_a_row_and_ea
     assert cause in told[1][1] and "for 50 steps" in told[3][1] and "teaches nothing" in told[0][1]
 
 
+def test_rewards_of_turns_tell_tokens_apart_where_samples_are_alike(inputs: Path) -> None:
+    """A step of REINFORCE++ with a gradient was told to teach nothing."""
+    told: list[str] = []
+    settings = train_settings(inputs, inputs / "unused", "algorithm.advantage=reinforce_pp")
+    watch = SpreadWatch(settings, told.append)
+    rows = {
+        "reward": torch.ones(2),
+        "valid": torch.ones(2, dtype=torch.bool),
+        "group": torch.zeros(2, dtype=torch.int64),
+    }
+    turns = {"turn_reward": torch.tensor([0.5, 0.5, 0.5, 0.5], dtype=torch.float64)}
+    watch.look(Samples(torch.tensor([2, 2]), turns, rows=rows))
+    assert told == []
+    watch.look(Samples(torch.tensor([2, 2]), {"turn_reward": torch.zeros(4)}, rows=rows))
+    assert "teaches nothing" in told[0]
+
+
 def test_a_group_of_which_one_sample_is_valid_teaches_its_reward(inputs: Path) -> None:
     """It was said to teach nothing, and taught."""
     told: list[str] = []

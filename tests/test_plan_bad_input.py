@@ -324,6 +324,11 @@ WEIGHTS += [tensor(shape=shape) for shape in ([-1], ["a"], None, [1e3], [float("
 WEIGHTS += [tensor(data_offsets=offsets) for offsets in (None, [0], [0, 10**9], ["a", "b"], [0, float("inf")])]
 
 
+def test_a_name_of_the_hub_is_told_how_it_becomes_a_folder(planned: Plan) -> None:
+    answer = planned("plan", "--kind", "train", *BASE, "model.path=Qwen/Qwen2.5-7B-Instruct", code=2)
+    assert "hf download Qwen/Qwen2.5-7B-Instruct --local-dir Qwen/Qwen2.5-7B-Instruct" in " ".join(answer.split())
+
+
 @pytest.mark.parametrize("content", WEIGHTS)
 def test_weights_that_are_damaged(planned: Plan, content: bytes) -> None:
     Path("m/model.safetensors").write_bytes(content)

@@ -350,7 +350,10 @@ def test_parts_of_a_phase_are_not_taken_for_numbers_of_the_same_name() -> None:
     update = list(update_time(actor("Qwen2.5-1.5B"), work(512), ONE, C).lines())
     logits = LedgerLine(section="memory", name="logits", value=268435456, formula="a × b", source="")
     twice = LedgerLine(section="memory", name="twice", value=0, formula="2 × logits", source="")
-    assert worked([logits, twice, *update], {}) == {("memory", "twice"): "2 × 268,435,456"}
+    step = LedgerLine(section="time", name="step", value=18.7, formula="all phases", source="")
+    kept = LedgerLine(section="memory", name="kept", value=0, formula="1,024 tokens of a step × 21", source="")
+    lines = [logits, twice, step, kept, *update]
+    assert worked(lines, {}) == {("memory", "twice"): "2 × 268,435,456"}
 
 
 def test_the_cost_model_needs_no_torch() -> None:

@@ -188,9 +188,8 @@ def _line(file: Path, number: int, text: str) -> Line | None:
         values = getattr(record, name)
         if values is not None and len(values) != len(record.response_ids):
             why = f"{name} has {len(values)} numbers, response_ids {len(record.response_ids)}"
-            raise UserError(
-                f"{file}:{number} is no sample to train on", where=WHERE, why=why, fix="mend or remove the line"
-            )
+            fix = f"give {name} a number for each response token, or remove the line"
+            raise UserError(f"{file}:{number} is no sample to train on", where=WHERE, why=why, fix=fix)
     return Line(number, record)
 
 

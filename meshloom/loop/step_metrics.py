@@ -86,6 +86,9 @@ class SpreadWatch:
         baseline = batch.rows.get("greedy_reward", batch["reward"])
         single = Groups(group, valid).single_S & (batch["reward"] != 0)  # has no baseline: it teaches its reward
         teaches = has_spread(batch["reward"], group, valid).any() or (batch["reward"] != baseline)[valid].any()
+        if not grouped and (turns := batch.tokens.get("turn_reward")) is not None:
+            # What is to come differs from turn to turn, so tokens are told apart even if samples are not.
+            teaches |= turns.any()
         if bool(teaches or (grouped and single.any())):
             self.in_a_row = 0
             return

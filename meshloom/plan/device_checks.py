@@ -324,7 +324,8 @@ def _warn_of_lag(found: Findings, laid_out: LaidOut) -> None:
         if share_devices(rollout, layout.role(role)):
             what = f"the {role} shares devices with the rollout: it judges samples when the next rollout is finished"
             fix = f"placement.{role}=[{','.join(map(str, layout.topology.entries(actor.devices)))}]"
-            found.warn("A013", LAG, what, why="so nothing runs ahead, and a lag gains nothing", fix=fix)
+            why = "so nothing runs ahead: samples are as old as the lag lets them be, and no time is gained"
+            found.warn("A013", LAG, what, why=why, fix=fix)
 
 
 def _check_scorers(found: Findings, laid_out: LaidOut) -> None:

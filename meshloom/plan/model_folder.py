@@ -8,6 +8,7 @@ configuration, never guessed; no weight is read; a cut-off file or a pickle is r
 import difflib
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from meshloom.plan.parameters import UnknownFamily, count_parameters
 
 _HEADER_LIMIT, _SIZE_LIMIT = 100_000_000, 2**48
 _INDEX = "model.safetensors.index.json"
+_LOCAL = "give a local folder with config.json and safetensors"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 _HEADS = ("lm_head.weight",)
 _TABLES = ("embed_tokens.weight", "wte.weight")
 
@@ -197,14 +200,16 @@ def read_model_folder(path: Path, *, needs_weights: bool = True, setting: str = 
         return _read_model_folder(path, where, needs_weights=needs_weights)
     except OSError as error:
         what = f"{error.filename or path} cannot be read: {error.strerror or error}"
-        raise UserError(what, where=where, fix="give a local folder with config.json and safetensors") from error
+        raise UserError(what, where=where, fix=_LOCAL) from error
 
 
 def _read_model_folder(path: Path, where: str, *, needs_weights: bool) -> ModelFolder:
     if not path.is_dir():
         folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, folders, n=4, cutoff=0.4)
-        fix = f"folders nearby: {', '.join(near)}" if near else "give a local folder with config.json and safetensors"
+        fix = f"folders nearby: {', '.join(near)}" if near else _LOCAL
+        if not near and _HUB_NAME.fullmatch(str(path)):
+            fix = f"nothing is downloaded here: hf download {path} --local-dir {path}, then the same path is a folder"
         why = "" if path.is_absolute() else f"paths are relative to the current directory, {Path.cwd()}"
         raise UserError(f"there is no model folder {path}", where=where, why=why, fix=fix)
     try:
@@ -237,7 +242,8 @@ def _without_weights(path: Path, config: Mapping[str, Any], where: str) -> Model
         model = count_parameters(config)
     except UnknownFamily as error:
         why = f"its parameters cannot be counted by config.json either: {error}"
-        raise UserError(f"{path} has no weights: model.safetensors is missing", where=where, why=why) from error
+        what = f"{path} has no weights: model.safetensors is missing"
+        raise UserError(what, where=where, why=why, fix=_LOCAL) from error
     shapes = linear_matrices(model, config.get("text_config", config))
     tensors = {name: TensorHeader("BF16", shape) for name, shape in shapes.items()}
     return ModelFolder(path, config, tensors, counted=model.total)
@@ -251,7 +257,7 @@ def _model_near(path: Path) -> str:
         return f"make a model folder of it: meshloom export {path} DEST"
     if (path / "adapter_config.json").is_file():
         return "it holds adapters alone; export the run or the checkpoint without --adapter: meshloom export RUN DEST"
-    return "give a local folder with config.json and safetensors"
+    return _LOCAL
 
 
 def _weight_files(path: Path, where: str) -> list[str]:

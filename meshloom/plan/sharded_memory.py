@@ -221,29 +221,29 @@ def _weights(role: ModelRole, part: Part) -> Iterator[Holding]:
     all_trained = role.is_trained and role.trained is None
     own_masters = role.on_mesh and all_trained and role.width < FLOAT32
     width = FLOAT32 if own_masters else role.width
-    formula = f"parameters{by} × {width}" + (", float32" if own_masters else "")
+    staged = f"{part.sharded:,} parameters that a device of the heaviest stage has"
+    of = staged if role.cut.pipeline > 1 else f"parameters{by}"
+    formula = f"{of} × {width}" + (", float32" if own_masters else "")
     yield _held(role, "weights", part.sharded * width, formula, *role.needs_weights, at=role.parameters_at)
     if not role.is_trained:
         return
-    trained, of = part.sharded, "parameters"
+    trained = part.sharded
     if role.trained is not None:
-        trained, of = (
-            ceil_div(role.trained, role.cut.pipeline * role.cut.tensor * role.cut.shards),
-            "trained parameters",
-        )
+        trained = ceil_div(role.trained, role.cut.pipeline * role.cut.tensor * role.cut.shards)
+        of = f"trained parameters{by}"
         width = FLOAT32 if role.on_mesh else role.width
-        formula = f"{of}{by} × {width}"
+        formula = f"{of} × {width}"
         yield _held(role, "adapter weights", trained * width, formula, *role.needs_weights, at=role.parameters_at)
     kept = EVERY if role.optimizer_at is Residency.DEVICE else (Phase.UPDATE,)
     place = {"at": role.optimizer_at, "streamed": role.streams}
     kept = () if role.streams else kept
     if not role.on_mesh:
         masters = 0 if role.width == FLOAT32 else trained * FLOAT32
-        formula = f"{of}{by} × {FLOAT32}" if masters else "the weights are float32 themselves"
+        formula = f"{of} × {FLOAT32}" if masters else "the weights are float32 themselves"
         yield _held(role, "float32 masters", masters, formula, *kept, **place)
-    formula = f"{of}{by} × 2 × {FLOAT32}"
+    formula = f"{of} × 2 × {FLOAT32}"
     yield _held(role, "optimizer moments", 2 * trained * FLOAT32, formula, *kept, **place)
-    formula = f"{of}{by} × {FLOAT32}, float32"
+    formula = f"{of} × {FLOAT32}, float32"
     yield _held(role, "gradients", trained * FLOAT32, formula, Phase.UPDATE, fleeting=not role.streams)
     if role.streams:
         yield _streamed(role, part, trained)

@@ -12,7 +12,7 @@ from meshloom.plan.ledger import LedgerLine
 _REPEATED = re.compile(r"(\d[\d,.]*) \(\1\)")
 """A number after the same number, where the formula brings its own."""
 _COMPLETE = ("time", "assumptions")
-"""Sections whose formulas have their numbers; their words are parts of phases, not numbers of the plan."""
+"""Sections whose formulas have their numbers; their words and names are parts of phases, not numbers of the plan."""
 _EITHER = re.compile(r"\d+ or \d+")
 
 
@@ -23,7 +23,7 @@ def worked(lines: Sequence[LedgerLine], settings: Mapping[str, Any]) -> dict[tup
         lines: of the plan.
         settings: values by their dotted paths.
     """
-    values = {line.name: line.value for line in lines} | dict(settings)
+    values = {line.name: line.value for line in lines if line.section not in _COMPLETE} | dict(settings)
     texts = {name: text for name, value in values.items() if (text := _text(value))}
     names = "|".join(re.escape(name) for name in sorted(texts, key=len, reverse=True))
     pattern = re.compile(rf"(?<![\w.])(?<!\d )(?:{names})(?![\w.])")
