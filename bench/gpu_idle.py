@@ -2,29 +2,31 @@
 
 Usage: python bench/gpu_idle.py train SETTINGS.yaml logging.loggers=[idle]
 
-The third step is traced from the end of the second to its own end, everything the program does included. Kernels overlap,
-so the union of their intervals counts. The result is ``idle.json`` in the run folder.
+The third step (or the one that ``BENCH_TRACED_STEP`` says) is traced from the end of the one before to its own end,
+everything the program does included. Kernels overlap, so the union of their intervals counts. The result is ``idle.json``
+in the run folder.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import meshloom  # noqa: F401  sets the process up before torch is imported
 
 # isort: split
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from meshloom import cli
 from meshloom.observe.atomic import replace_file
 from meshloom.observe.loggers import LoggerContext, register_logger
 
-TRACED_STEP, RESULT = 3, "idle.json"
-KERNELS, COPIES = ("kernel",), ("kernel", "gpu_memcpy", "gpu_memset")
+TRACED_STEP, RESULT = int(os.environ.get("BENCH_TRACED_STEP", "3")), "idle.json"
+COPIES = ("Memcpy", "Memset")
 
 
 @register_logger("idle")
@@ -46,22 +48,28 @@ class IdleLogger:
             torch.cuda.synchronize()
             seconds = time.perf_counter() - self.began
             self.profiler.stop()
-            trace = self.folder / "trace.json"
-            self.profiler.export_chrome_trace(str(trace))
-            replace_file(self.folder / RESULT, [json.dumps(idle_shares(trace, seconds)).encode()])
+            shares = idle_shares(self.profiler.profiler.kineto_results.events(), seconds)
+            replace_file(self.folder / RESULT, [json.dumps(shares).encode()])
             self.profiler = None
 
     def close(self) -> None:
         pass
 
 
-def idle_shares(trace: Path, seconds: float) -> dict[str, float]:
-    """Shares of a time in which no kernel ran, and neither a kernel nor a copy; and how many kernels there were."""
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
-    found = {"seconds": seconds, "kernels": float(sum(event.get("cat") in KERNELS for event in events))}
-    for name, kinds in (("no_kernel", KERNELS), ("no_kernel_or_copy", COPIES)):
-        intervals = ((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") in kinds)
-        found[name] = 1.0 - union_length(intervals) / 1e6 / seconds
+def idle_shares(events: Iterable[Any], seconds: float, device: DeviceType = DeviceType.CUDA) -> dict[str, float]:
+    """Shares of a time in which no kernel ran, and neither a kernel nor a copy; and how many kernels there were.
+
+    Args:
+        events: the profiler's own (reading them takes a second where exporting a trace takes a minute).
+        seconds: what they happened in.
+        device: whose events count.
+    """
+    ours = [event for event in events if event.device_type() == device and not event.is_user_annotation()]
+    kernels = [event for event in ours if not event.name().startswith(COPIES)]
+    found = {"seconds": seconds, "kernels": float(len(kernels))}
+    for name, counted in (("no_kernel", kernels), ("no_kernel_or_copy", ours)):
+        intervals = ((event.start_ns(), event.start_ns() + event.duration_ns()) for event in counted)
+        found[name] = 1.0 - union_length(intervals) / 1e9 / seconds
     return found
 
 

@@ -45,7 +45,7 @@ def run_side(out: Console, side: Side, job: Job, deadline_s: float) -> SideRun |
         for step in side.steps(job):
             if step.number not in clocks:
                 clocks[step.number] = (step.clock or time.time()) - began
-                _say(out, side, step, clocks[step.number])
+                say(out, side, step, clocks[step.number])
         return job.steps in clocks and side.is_over(job)
 
     ended = watch(command, job.work / "log", done=done, deadline_s=deadline_s, environment=side.environment())
@@ -56,7 +56,8 @@ def run_side(out: Console, side: Side, job: Job, deadline_s: float) -> SideRun |
     return SideRun(name=side.name, steps=steps, clocks=clocks, ended=ended) if max(clocks, default=0) > 0 else None
 
 
-def _say(out: Console, side: Side, step: Step, clock: float) -> None:
+def say(out: Console, side: Side, step: Step, clock: float) -> None:
+    """One line on a step that has ended."""
     parts = [f"{side.name} step {step.number} at {clock:.1f} s"]
     if step.seconds is not None:
         parts.append(f"{step.seconds:.2f} s")

@@ -310,11 +310,13 @@ class Trl:
         path: PYTHONPATH with TRL and vLLM.
         samples_per_microbatch: of its backward passes.
         utilization: share of the GPU's memory for vLLM.
+        kv_cache_bytes: of vLLM; 0: what the utilization leaves.
     """
 
     path: str
     samples_per_microbatch: int = 32
     utilization: float = 0.3
+    kv_cache_bytes: int = 0
     name: str = "TRL"
 
     def missing(self) -> str | None:
@@ -326,7 +328,11 @@ class Trl:
     def command(self, job: Job) -> Sequence[object]:
         job.work.mkdir(parents=True, exist_ok=True)
         spec = {key: str(value) if isinstance(value, Path) else value for key, value in vars(job).items()}
-        own = {"samples_per_microbatch": self.samples_per_microbatch, "utilization": self.utilization}
+        own = {
+            "samples_per_microbatch": self.samples_per_microbatch,
+            "utilization": self.utilization,
+            "kv_cache_bytes": self.kv_cache_bytes,
+        }
         (job.work / "spec.json").write_text(json.dumps({**spec, **own}))
         (job.work / "steps.jsonl").unlink(missing_ok=True)
         return [sys.executable, HERE / "gpu_trl.py", job.work / "spec.json", job.work / "steps.jsonl"]

@@ -6,6 +6,7 @@ Usage: python bench/gpu_trl.py SPEC.json STEPS.jsonl   (``gpu_sides.Trl`` writes
 import json
 import sys
 import time
+from functools import partialmethod
 from pathlib import Path
 
 import gpu_reward
@@ -13,6 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from vllm import LLM
 
 
 class TimedTrainer(GRPOTrainer):
@@ -85,6 +87,8 @@ def config(spec: dict) -> GRPOConfig:
 
 def main() -> None:
     spec, marks = json.loads(Path(sys.argv[1]).read_text()), Marks(Path(sys.argv[2]))
+    if spec["kv_cache_bytes"]:
+        LLM.__init__ = partialmethod(LLM.__init__, kv_cache_memory_bytes=spec["kv_cache_bytes"])
     score = getattr(gpu_reward, spec["reward"])
 
     def reward(completions: list, answer: list[str], **columns: object) -> list[float]:

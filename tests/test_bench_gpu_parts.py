@@ -3,12 +3,18 @@
 import importlib
 import json
 import sys
+import time
+from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import psutil
 import pytest
 import torch
+from rich.console import Console
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshloom.rollout.protocol import Request, SamplingParams
@@ -133,17 +139,71 @@ def test_a_validation_is_no_part_of_the_next_step(bench, tmp_path: Path) -> None
     assert not ours.is_over(job)
 
 
-def test_shares_without_a_kernel(bench, tmp_path: Path) -> None:
+@dataclass
+class Traced:
+    """What the profiler tells of one thing that happened on a device."""
+
+    what: str
+    start: float
+    stop: float
+    device: DeviceType = DeviceType.CUDA
+    label: bool = False
+
+    def name(self) -> str:
+        return self.what
+
+    def start_ns(self) -> int:
+        return int(self.start * 1e9)
+
+    def duration_ns(self) -> int:
+        return int((self.stop - self.start) * 1e9)
+
+    def device_type(self) -> DeviceType:
+        return self.device
+
+    def is_user_annotation(self) -> bool:
+        return self.label
+
+
+def test_shares_without_a_kernel(bench) -> None:
     """Kernels from 0 to 3 and 2 to 4 of 10 seconds, a copy from 4 to 5."""
-    idle = bench("gpu_idle")
-
-    def event(kind: str, start: float, stop: float) -> dict[str, object]:
-        return {"ph": "X", "cat": kind, "ts": start * 1e6, "dur": (stop - start) * 1e6}
-
-    events = [event("kernel", 2, 4), event("kernel", 0, 3), event("gpu_memcpy", 4, 5), event("cuda_runtime", 0, 9)]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*events, {"ph": "M"}]}))
-    shares = idle.idle_shares(tmp_path / "trace.json", 10.0)
+    events = [
+        Traced("product", 2, 4),
+        Traced("product", 0, 3),
+        Traced("Memcpy DtoH", 4, 5),
+        Traced("cudaLaunchKernel", 0, 9, device=DeviceType.CPU),
+        Traced("a step", 0, 10, label=True),
+    ]
+    shares = bench("gpu_idle").idle_shares(events, 10.0)
     assert shares == pytest.approx({"seconds": 10.0, "kernels": 2.0, "no_kernel": 0.6, "no_kernel_or_copy": 0.5})
+
+
+def test_events_of_the_profiler_are_read(bench) -> None:
+    """The profiler's own events, of this processor: they have what is read of them."""
+    with profile(activities=[ProfilerActivity.CPU]) as traced:
+        torch.randn(64, 64) @ torch.randn(64, 64)
+    events = traced.profiler.kineto_results.events()
+    shares = bench("gpu_idle").idle_shares(events, 3600.0, device=DeviceType.CPU)
+    assert shares["kernels"] >= 2 and 0.9 < shares["no_kernel"] < 1.0
+
+
+def test_a_side_waits_at_its_gate(bench, tmp_path: Path) -> None:
+    """Its first step is held up by its rewards, and it does all its steps once the gate is open."""
+    together, sides, grpo = bench("gpu_together"), bench("gpu_sides"), bench("gpu_grpo")
+    options = Namespace(lengths="exact", tiny=True, work=tmp_path, tokenizer=None, steps=2, size="tiny")
+    peer = together.Waiting("ours", sides.Ours(), grpo.job_of(options))
+    try:
+        until = time.monotonic() + 120
+        while not peer.is_at_gate and not peer.has_ended and time.monotonic() < until:
+            time.sleep(0.1)
+        assert peer.is_at_gate, (peer.job.work / "log").read_text()
+        assert peer.side.steps(peer.job) == []
+        run = peer.pass_gate(Console(), deadline_s=120)
+        assert [step.number for step in run.steps] == [1, 2] and len(run.counted) == 1
+        family = [peer.process, *peer.process.children(recursive=True)]
+    finally:
+        peer.end()
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
 
 
 def test_what_a_side_starts_is_gone_when_it_is_done(bench, tmp_path: Path) -> None:
