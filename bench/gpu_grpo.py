@@ -24,6 +24,7 @@ from gpu_sides import Job, Ours, Side, Trl, Verl
 from rich.console import Console
 
 PHASES = ("generate", "score", "log_prob", "update", "weights")
+HEADINGS = ("side", "first trained step s", "steps", "s/step", *PHASES, "response tokens", "tokens/s", "peak GiB")
 MEAN_LENGTH, LONGEST, EXACT = 500, 4096, 512
 
 
@@ -89,8 +90,7 @@ def report(out: Console, options: argparse.Namespace, job: Job, runs: list[SideR
         expected = Tail.of_mean(12 if options.tiny else MEAN_LENGTH).expected(job.max_tokens)
         lengths = f"long-tailed lengths, expected mean {expected:.0f}, at most {job.max_tokens}"
     title = f"{options.size}: {job.prompts} prompts × {job.samples} samples, {lengths}, one update"
-    headings = ["side", "first trained step s", "steps", "s/step", *PHASES, "response tokens", "tokens/s", "peak GiB"]
-    print_table(out, title, headings, [row_of(run) for run in runs])
+    print_table(out, title, HEADINGS, [row_of(run) for run in runs])
 
 
 def trace_idle(out: Console, options: argparse.Namespace, job: Job, budget: Budget) -> None:

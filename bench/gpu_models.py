@@ -137,6 +137,8 @@ def prepared(work: Path, size: str, *, tokenizer: Path | None, mean_length: floa
     if tokenizer is None or not (tokenizer / TOKENIZER_FILES[0]).is_file():
         given = "" if tokenizer is None else f", and {tokenizer} has no {TOKENIZER_FILES[0]}"
         raise SystemExit(f"--tokenizer DIR is needed: a folder with the Qwen2 tokenizer{given}")
+    if (folder / "config.json").exists():
+        return folder
     more = [] if mean_length is None else ["--mean-length", str(mean_length)]
     subprocess.run([sys.executable, __file__, folder, size, "--tokenizer", tokenizer, *more], check=True)
     return folder

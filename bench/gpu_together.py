@@ -30,8 +30,19 @@ import meshloom  # noqa: F401  sets the process up before torch is imported
 
 # isort: split
 import psutil
-from gpu_common import HERE, OFFLINE, Budget, Ended, common_arguments, console, print_ratio, tail_of, versions_line
-from gpu_grpo import job_of, row_of, step_seconds, tokens_per_second
+from gpu_common import (
+    HERE,
+    OFFLINE,
+    Budget,
+    Ended,
+    common_arguments,
+    console,
+    print_ratio,
+    print_table,
+    tail_of,
+    versions_line,
+)
+from gpu_grpo import HEADINGS, job_of, row_of, step_seconds, tokens_per_second
 from gpu_idle import RESULT
 from gpu_reward import GATE
 from gpu_runs import SideRun, run_side, say
@@ -188,10 +199,11 @@ def measure_ours(out: Console, options: argparse.Namespace, spec: str, left_s: f
     job = job_of(options)
     job = replace(job, work=options.work / "together" / spec.replace(":", "-"), steps=job.steps + is_traced)
     shutil.rmtree(job.work, ignore_errors=True)
-    side = Ours(sets=tuple(options.sets))
+    sets = tuple(given.partition(":")[2] for given in options.sets if given.startswith(f"{options.size}:"))
+    side = Ours(sets=sets)
     if is_traced:
-        sets = (*options.sets, "logging.loggers=[idle]")
-        side = Ours(sets=sets, script=HERE / "gpu_idle.py", awaits=RESULT, path=str(HERE))
+        sets = (*sets, "logging.loggers=[idle]")
+        side = Ours(sets=sets, script=HERE / "gpu_idle.py", awaits=RESULT)
         os.environ["BENCH_TRACED_STEP"] = str(job.steps)
     run = run_side(out, side, job, left_s)
     if run is not None and is_traced:
@@ -217,7 +229,9 @@ def main() -> None:
     parser.add_argument("--side-s", type=float, default=200, help="seconds that a side may take after its gate")
     parser.add_argument("--after", type=Path, help="file to wait for before the first gate is opened")
     parser.add_argument("--idle", nargs="*", default=[], help="sizes of ours of which a step is traced")
-    parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of ours, a.b=c")
+    parser.add_argument(
+        "--set", dest="sets", action="append", default=[], help="SIZE:a.b=c, a setting of ours at a size"
+    )
     parser.add_argument("--verl-set", dest="verl_sets", action="append", default=[], help="a setting of verl's, a.b=c")
     parser.add_argument("--verl-workers", type=int, default=8, help="agent loops, reward workers, storage units")
     parser.add_argument("--trl-path", default="", help="PYTHONPATH for TRL where it is not --peer-path")
@@ -238,10 +252,8 @@ def main() -> None:
             peer.end()
     for spec in ours:
         runs[spec] = measure_ours(out, options, spec, min(budget.left_s, options.side_s))
-    for spec, run in runs.items():
-        if run is None or not run.counted:
-            continue
-        out.print(f"{spec}: {row_of(run)}", markup=False)
+    rows = [[spec, *row_of(run)[1:]] for spec, run in runs.items() if run is not None]
+    print_table(out, "one after another on one GPU", HEADINGS, rows)
     out.print(versions_line(options.peer_path))
     for spec, run in runs.items():
         own = runs.get(f"meshloom:{spec.partition(':')[2]}")
