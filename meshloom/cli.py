@@ -35,7 +35,7 @@ _INTRODUCTION = """\
 Reinforcement-learning post-training for language models.
 
   meshloom quickstart              train a small model in minutes, from nothing, and see that it learned
-  meshloom plan RUN.yaml           what a run comes to, and why it cannot work; touches nothing
+  meshloom plan RUN.yaml           what a run comes to, and why it cannot work; touches no device
   meshloom simulate RUN.yaml       the same loop on virtual devices: in turns, with a lag, on split devices
   meshloom train RUN.yaml [a.b=c]  reinforcement learning
   meshloom train RUN.yaml --resume go on from the newest checkpoint

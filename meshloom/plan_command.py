@@ -88,12 +88,14 @@ def _planned(
     """The settings, as a search has chosen them if there was one, their plan, and the search's ranking."""
     from meshloom.plan import build_plan
     from meshloom.plan.count import count_prompts
+    from meshloom.plan_trial import tried
 
     ranking: Ranking | None = None
     if isinstance(settings, TrainSettings) and _searches(args, settings):
         ranking = _search(args, settings)
         settings = ranking.chosen or settings
     plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
+    plan = dataclasses.replace(plan, problems=(*plan.problems, *tried(settings, plan.problems)))
     if ranking is not None:
         problems, warnings = (*ranking.problems, *plan.problems), (*ranking.warnings, *plan.warnings)
         plan = dataclasses.replace(plan, problems=problems, warnings=warnings)

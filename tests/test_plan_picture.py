@@ -46,9 +46,9 @@ def test_nodes_that_are_alike_are_drawn_once_with_their_innermost_groups() -> No
         "actor       12 devices as fsdp 12",
         "rollout     12 devices as dp 6 × tp 2",
         "",
-        "phase       generate  score     log-prob  update    sync",
-        "actor                           ■         ■         ■",
-        "rollout     ■                                       ■",
+        "phase       generate  score     update    sync",
+        "actor                           ■         ■",
+        "rollout     ■                             ■",
     ]
 
 

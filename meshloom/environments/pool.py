@@ -54,8 +54,12 @@ def worker_setup(settings: EnvironmentSettings) -> WorkerSetup:
     return WorkerSetup(settings=settings, codes=codes)
 
 
-def tool_schemas(settings: EnvironmentSettings) -> list[dict[str, Any]]:
+def tool_schemas(settings: EnvironmentSettings, deadline_s: float = START_DEADLINE_S) -> list[dict[str, Any]]:
     """JSON schemas of the tools, made in a process of their own; empty for other environments.
+
+    Args:
+        settings: of the environment.
+        deadline_s: seconds that the tools may take to be loaded, and as many again for the schemas.
 
     Raises:
         UserError: if a tool cannot be loaded or has no schema.
@@ -65,9 +69,9 @@ def tool_schemas(settings: EnvironmentSettings) -> list[dict[str, Any]]:
     guardian = Guardian()
     worker = EnvironmentWorker(worker_setup(settings), guardian)
     try:
-        worker.load(START_DEADLINE_S)
-        worker.send(pickle.dumps(("schemas", 0, None)), START_DEADLINE_S)
-        found = json.loads(worker.receive(time.monotonic() + START_DEADLINE_S))
+        worker.load(deadline_s)
+        worker.send(pickle.dumps(("schemas", 0, None)), deadline_s)
+        found = json.loads(worker.receive(time.monotonic() + deadline_s))
     except (WorkerDied, WorkerLate) as error:
         raise UserError("the process of the tools ends", where="environment.tools", why=str(error) or "late") from error
     finally:

@@ -84,8 +84,7 @@ class Keeper(threading.Thread, ABC, Generic[WorkerT]):
             except WorkerDied as death:
                 self.drop_worker()
                 if attempts == _START_ATTEMPTS or self._is_closed():
-                    what = f"the process of {worker.called} ends {worker.loading}"
-                    raise UserError(what, where=worker.setting, why=str(death)) from death
+                    raise _ended_early(worker, death) from death
             else:
                 self.num_started += 1
         return self._worker
@@ -95,6 +94,34 @@ class Keeper(threading.Thread, ABC, Generic[WorkerT]):
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
+
+
+def try_loading(kind: type[Worker], spec: Any, deadline_s: float = START_DEADLINE_S) -> None:
+    """Load in a process of its own what a pool's processes would load, and end it.
+
+    Args:
+        kind: of process.
+        spec: what it loads.
+        deadline_s: seconds that this may take.
+
+    Raises:
+        UserError: if it cannot be loaded, in the words of a pool.
+    """
+    guardian = Guardian()
+    try:
+        worker = kind(spec, guardian)
+        try:
+            worker.load(deadline_s)
+        except WorkerDied as death:
+            raise _ended_early(worker, death) from death
+        finally:
+            worker.kill()
+    finally:
+        guardian.close()
+
+
+def _ended_early(worker: Worker, death: WorkerDied) -> UserError:
+    return UserError(f"the process of {worker.called} ends {worker.loading}", where=worker.setting, why=str(death))
 
 
 class Pool(ABC, Generic[KeeperT]):

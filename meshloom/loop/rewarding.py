@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from meshloom.algorithms.shaping import overlong_penalty
-from meshloom.config.errors import UserError
 from meshloom.config.reward_settings import (
     FUNCTION,
     OVERLONG,
@@ -27,6 +26,7 @@ from meshloom.config.reward_settings import (
 from meshloom.config.settings import EvalSettings, RewardSettings, TrainSettings
 from meshloom.loop.reward_models import Models, ModelScorer
 from meshloom.rewards.combined import Combination, Component, Computed, Scorer
+from meshloom.rewards.functions import alone, errors_of
 from meshloom.rewards.judge import DEADLINE_S, Judge
 from meshloom.rewards.model import RewardModels, open_reader
 from meshloom.rewards.outcome import RewardRequest
@@ -121,27 +121,8 @@ class _Makes:
 
     def _function(self, name: str, component: ComponentSettings) -> Scorer:
         reward = self.settings.reward
-        alone = RewardSettings(
-            function=component.function,
-            kwargs=component.kwargs,
-            workers=self.workers,
-            deadline_s=component.deadline_s or reward.deadline_s,
-            code=reward.code,
-        )
-        with _named(name, reward):
-            return self.resources.enter_context(RewardPool(alone, self.data_sources))
-
-
-@contextmanager
-def _named(name: str, reward: RewardSettings) -> Iterator[None]:
-    """Errors about one function's settings are about this component's."""
-    try:
-        yield
-    except UserError as error:
-        if not reward.components:
-            raise
-        where = error.where.replace("reward.", f"reward.components.{name}.", 1)
-        raise UserError(error.what, where=where, why=error.why, fix=error.fix) from error
+        with errors_of(name, reward):
+            return self.resources.enter_context(RewardPool(alone(reward, component, self.workers), self.data_sources))
 
 
 def overlong_formula(settings: OverlongSettings, longest: int) -> Callable[[RewardRequest], float]:

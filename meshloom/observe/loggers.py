@@ -7,6 +7,8 @@ begins; a resumed run goes on in the same curves. A new logger is one class with
 
 import difflib
 import importlib
+import importlib.util
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,25 +51,28 @@ class Logger(Protocol):
 LOGGERS: dict[str, Callable[[LoggerContext], Logger]] = {}
 """Loggers by name."""
 
-_PACKAGES: dict[str, str] = {}
-"""The module that a logger needs, by the logger's name."""
+_PACKAGES: dict[str, tuple[str, str]] = {}
+"""The package that a logger needs, and the module that it imports, by the logger's name."""
 
 
 Factory = TypeVar("Factory", bound=Callable[[LoggerContext], Logger])
 
 
-def register_logger(name: str, *, package: str | None = None) -> Callable[[Factory], Factory]:
+def register_logger(
+    name: str, *, package: str | None = None, module: str | None = None
+) -> Callable[[Factory], Factory]:
     """Make a class, or a function that returns a logger, available under ``name`` in ``logging.loggers``.
 
     Args:
         name: of the logger, and of what is to be installed for it.
-        package: module that it needs.
+        package: that it needs, as it is imported.
+        module: that it imports, if that is not the package itself.
     """
 
     def register(factory: Factory) -> Factory:
         LOGGERS[name] = factory
         if package is not None:
-            _PACKAGES[name] = package
+            _PACKAGES[name] = package, module or package
         return factory
 
     return register
@@ -79,13 +84,25 @@ def check_loggers(names: Sequence[str]) -> None:
     Raises:
         UserError: if a name is unknown, or a service's package is not installed.
     """
+    look_for_loggers(names)
+    for name in names:
+        if name in _PACKAGES:
+            _package(_PACKAGES[name][1], install=name)
+
+
+def look_for_loggers(names: Sequence[str]) -> None:
+    """Look whether there are such loggers and their packages. Nothing is imported: a package that is there may still fail.
+
+    Raises:
+        UserError: if a name is unknown, or a service's package is not installed.
+    """
     for name in names:
         if name not in LOGGERS:
             near = difflib.get_close_matches(name, LOGGERS, n=1)
             fix = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(LOGGERS))}"
             raise UserError(f"there is no logger {name!r}", where="logging.loggers", fix=fix)
-        if name in _PACKAGES:
-            _package(_PACKAGES[name], install=name)
+        if name in _PACKAGES and not _is_installed(package := _PACKAGES[name][0]):
+            raise _missing(name, f"No module named {package!r}")
 
 
 def open_loggers(names: Sequence[str], context: LoggerContext) -> "Loggers":
@@ -130,7 +147,7 @@ def flat_values(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-@register_logger("tensorboard", package="torch.utils.tensorboard")
+@register_logger("tensorboard", package="tensorboard", module="torch.utils.tensorboard")
 class TensorBoardLogger:
     """Event files in ``tensorboard/`` of the run folder."""
 
@@ -219,16 +236,24 @@ class SwanLabLogger:
         self._finish()
 
 
+def _is_installed(package: str) -> bool:
+    return sys.modules[package] is not None if package in sys.modules else importlib.util.find_spec(package) is not None
+
+
 def _package(module: str, *, install: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(
-            f"the logger {install} needs a package that is not installed",
-            where="logging.loggers",
-            why=str(error),
-            fix=f"pip install {install}, or leave {install} out of logging.loggers",
-        ) from error
+        raise _missing(install, str(error)) from error
+
+
+def _missing(install: str, why: str) -> UserError:
+    return UserError(
+        f"the logger {install} needs a package that is not installed",
+        where="logging.loggers",
+        why=why,
+        fix=f"pip install {install}, or leave {install} out of logging.loggers",
+    )
 
 
 def _run_id(context: LoggerContext, service: str) -> str:

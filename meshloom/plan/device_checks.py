@@ -38,6 +38,7 @@ from meshloom.plan.placement import (
     roles_of,
     topology_of,
 )
+from meshloom.plan.role_numbers import busy_phases
 from meshloom.plan.spread import cut_change, degrees_of, even_batches, spread_faults, uneven
 from meshloom.plan.topology import DeviceSet, Topology
 
@@ -84,7 +85,8 @@ def lay_out(settings: TrainSettings, model: Divisible | None, machine: int) -> L
         wrong = list(cut_faults(role, devices, settings, topology, model))
         faults += wrong
         if not any(fault.code in ("G001", "G002", "G003") for fault in wrong):
-            roles.append(role_layout(role, devices, degrees_of(settings, role)))
+            busy = tuple(map(str, busy_phases(settings, role)))
+            roles.append(replace(role_layout(role, devices, degrees_of(settings, role)), busy=busy))
     layout = Layout(topology=topology, roles=tuple(roles))
     faults += spread_faults(settings, layout, model)
     return LaidOut(given=given, settings=settings, layout=layout, faults=tuple(faults))

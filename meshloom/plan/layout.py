@@ -26,7 +26,7 @@ class RoleLayout:
         mesh: that cuts its model; for a reward model, replicas.
         sequence_mesh: the same devices with parts of sequences as an axis; none where sequences are not split.
         stages_per_device: of each device of a pipeline.
-        busy: phases in which it is busy, if they are not those of the role in reinforcement learning.
+        busy: phases in which it is busy; none for those that its role has at most.
     """
 
     role: Role
@@ -34,7 +34,7 @@ class RoleLayout:
     mesh: Mesh
     sequence_mesh: Mesh | None = None
     stages_per_device: int = 1
-    busy: tuple[str, ...] = ()
+    busy: tuple[str, ...] | None = None
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -44,7 +44,7 @@ class RoleLayout:
     @property
     def phases(self) -> tuple[str, ...]:
         """Phases of a step in which it is busy."""
-        return self.busy or PHASES[self.role]
+        return PHASES[self.role] if self.busy is None else self.busy
 
     @property
     def replicas(self) -> int:

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 
 from meshloom.plan.host_names import fold
 from meshloom.plan.layout import Layout, RoleLayout
-from meshloom.plan.placement import Role
 
 _LABEL, _CELL, _ACROSS, _PHASE = 12, 8, 8, 10
 _MOST_KINDS, _MOST_NAMES, _MOST_DEVICES = 12, 4, 64
 _STEP_PHASES = ("generate", "score", "log-prob", "values", "update", "sync")
+_ASKED = ("log-prob", "values")
 
 
 def step_phases(layout: Layout) -> tuple[str, ...]:
-    """Phases of a step in their order; values are asked for only where there is a critic."""
-    asked = layout.role(Role.CRITIC) is not None
-    return tuple(phase for phase in _STEP_PHASES if asked or phase != "values")
+    """Phases of a step in their order; log-probs and values are asked for only where a role computes them."""
+    busy = {phase for role in layout.roles for phase in role.phases}
+    return tuple(phase for phase in _STEP_PHASES if phase in busy or phase not in _ASKED)
 
 
 Signature = tuple[tuple[tuple[int, int, int], ...], ...]

@@ -17,6 +17,7 @@ from meshloom.plan.memory import compute_bytes, on_gpu
 from meshloom.plan.placement import PHASES, Role
 from meshloom.plan.reference import has_own_reference, refreshes
 from meshloom.plan.residency import EngineRole, ModelRole, Phase, Residency
+from meshloom.plan.saved_logprobs import lacks_logprobs
 from meshloom.plan.sharded_memory import FLOAT32
 from meshloom.plan.shards import Cut, ceil_div
 from meshloom.plan.turns import kept_tokens
@@ -70,9 +71,19 @@ def computes_old_logprobs(settings: TrainSettings) -> bool:
 
 
 def computes_logprobs(settings: TrainSettings) -> bool:
-    """Whether the actor computes log-probs before its updates: its own, or, without its adapters, those of the reference."""
+    """Whether the actor computes log-probs before its updates: its own, also where a file of samples lacks the sampler's, or,
+    without its adapters, those of the reference."""
     is_reference = settings.algorithm.kl is not KlPlace.NONE and not has_own_reference(settings)
-    return computes_old_logprobs(settings) or is_reference
+    return computes_old_logprobs(settings) or is_reference or lacks_logprobs(settings.rollout.from_samples)
+
+
+def busy_phases(settings: TrainSettings, role: Role) -> tuple[Phase, ...]:
+    """Phases of a step in which a role works, in their order: samples of a file are neither generated nor scored, and the actor
+    computes log-probs only where something needs them before its update."""
+    idle = {Phase.GENERATE, Phase.SCORE} if settings.rollout.from_samples is not None else set()
+    if role == Role.ACTOR and not computes_logprobs(settings):
+        idle.add(Phase.LOGPROB)
+    return tuple(phase for phase in map(Phase, PHASES[role]) if phase not in idle)
 
 
 def unread_logprobs(settings: TrainSettings) -> tuple[str, ...]:
@@ -153,9 +164,7 @@ def _phases(
     settings: TrainSettings, role: Role, *, lends_to_engine: bool
 ) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
     """Phases in which a role's model computes, and those in which others read its weights."""
-    phases = [Phase(phase) for phase in PHASES[role]]
-    if role == Role.ACTOR and not computes_logprobs(settings):
-        phases.remove(Phase.LOGPROB)
+    phases = busy_phases(settings, role)
     lends = [Phase.SYNC] if Phase.SYNC in phases else []
     if role == Role.ACTOR and refreshes(settings) and Phase.LOGPROB not in phases:
         lends.append(Phase.LOGPROB)

@@ -7,7 +7,7 @@ Codes: B010 to B013, and A011 of ``plan.lag``.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from meshloom.config.settings import TrainSettings
@@ -18,6 +18,9 @@ from meshloom.plan.ledger import DERIVED, LedgerLine, longest_sample_tokens, mos
 from meshloom.plan.meshes import AXES, Degrees, Divisible, Pool, near_degrees
 from meshloom.plan.pipeline_order import bubble
 from meshloom.plan.placement import Role
+
+_NO_PASS = "no such pass is made: a step's only update computes them itself, or the sampler's count"
+"""Said of log-prob microbatches of an actor that makes none."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,10 @@ def model_lines(settings: TrainSettings, found: RoleLayout) -> list[LedgerLine]:
     step = Share(settings.batch.prompts_per_step * settings.batch.samples_per_prompt, replicas)
     shared = _line(f"{prefix}samples per {each} per step", step.value, f"samples per step ÷ {name} replicas", "samples")
     asked = f"{prefix}{'value' if found.role == Role.CRITIC else 'log-prob'} microbatches"
-    return [*lines, shared, *_microbatches(settings, found, step, shared.name, asked, each)]
+    many = _microbatches(settings, found, step, shared.name, asked, each)
+    if found.role == Role.ACTOR and "log-prob" not in found.phases:
+        many = [replace(line, formula=f"{_NO_PASS}, else {line.formula}") for line in many]
+    return [*lines, shared, *many]
 
 
 def _microbatches(

@@ -1,0 +1,89 @@
+"""What a run would be refused for before its first step, beside its plan: packages of loggers, code of the user.
+
+Owns: which of that ``meshloom plan`` tries. Refuses to know: how it is tried. Always holds: what is wrong is said in the words
+of the run; code of the user's is imported in processes that can be killed, and meets no data; what the plan refuses already is
+not tried.
+
+Codes: U001 a logger, U002 a reward function, U003 an environment, U004 a function of the algorithm.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from meshloom.config.errors import UserError
+from meshloom.config.own import OWN_CHOICES, OwnName
+from meshloom.config.problems import Problem
+from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
+from meshloom.killable.pool import START_DEADLINE_S
+
+
+def tried(
+    settings: TrainSettings | SftSettings | EvalSettings,
+    problems: Sequence[Problem],
+    *,
+    start_deadline_s: float = START_DEADLINE_S,
+) -> Iterator[Problem]:
+    """What is wrong besides.
+
+    Args:
+        settings: of the run.
+        problems: that its plan has.
+        start_deadline_s: seconds that a file of the user's may take to be imported.
+    """
+    known = {problem.where.partition(" ")[0] for problem in problems}
+    if not isinstance(settings, EvalSettings):
+        yield from _loggers(settings)
+    if isinstance(settings, SftSettings):
+        return
+    yield from _rewards(settings, known, start_deadline_s)
+    yield from _environment(settings, known, start_deadline_s)
+    if isinstance(settings, TrainSettings):
+        yield from _own_functions(settings, known, start_deadline_s)
+
+
+def _loggers(settings: TrainSettings | SftSettings) -> Iterator[Problem]:
+    from meshloom.observe.loggers import look_for_loggers
+
+    for name in dict.fromkeys(settings.logging.loggers):
+        try:
+            look_for_loggers([name])
+        except UserError as error:
+            yield _problem("U001", error)
+
+
+def _rewards(settings: TrainSettings | EvalSettings, known: set[str], deadline_s: float) -> Iterator[Problem]:
+    from meshloom.rewards.functions import refusals
+
+    for error in refusals(settings.reward, known=known, start_deadline_s=deadline_s):
+        yield _problem("U002", error)
+
+
+def _environment(settings: TrainSettings | EvalSettings, known: set[str], deadline_s: float) -> Iterator[Problem]:
+    if settings.environment is None or any(path.startswith("environment") for path in known):
+        return
+    from meshloom.environments.pool import EnvironmentWorker, tool_schemas, worker_setup
+    from meshloom.killable.pool import try_loading
+
+    try:
+        if settings.environment.tools:
+            tool_schemas(settings.environment, deadline_s)
+        else:
+            try_loading(EnvironmentWorker, worker_setup(settings.environment), deadline_s)
+    except UserError as error:
+        yield _problem("U003", error)
+
+
+def _own_functions(settings: TrainSettings, known: set[str], deadline_s: float) -> Iterator[Problem]:
+    given = [f"algorithm.{key}" for key in OWN_CHOICES if OwnName.of(getattr(settings.algorithm, key)) is not None]
+    if not given or any(path in known for path in given):
+        return
+    from meshloom.killable.pool import try_loading
+    from meshloom.own_worker import OwnWorker
+
+    try:
+        try_loading(OwnWorker, settings.algorithm, deadline_s)
+    except UserError as error:
+        yield _problem("U004", error)
+
+
+def _problem(code: str, error: UserError) -> Problem:
+    return Problem(code=code, what=error.what, where=error.where, why=error.why, fix=error.fix)

@@ -1,0 +1,77 @@
+"""The functions of a reward, each as a reward of its own, and trying them before a run.
+
+Owns: what a component's function inherits of the reward, the names of its settings in errors. Refuses to know: samples, how
+rewards add up. Always holds: a function is tried as a run loads it, in a process that can be killed, and is called with
+nothing.
+"""
+
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+
+from meshloom.config.errors import UserError
+from meshloom.config.names import Verifier
+from meshloom.config.reward_settings import FUNCTION, ComponentSettings
+from meshloom.config.settings import RewardSettings
+from meshloom.killable.pool import START_DEADLINE_S, try_loading
+from meshloom.rewards.function import choose_function, load_function
+from meshloom.rewards.keeper import RewardWorker
+
+
+def alone(reward: RewardSettings, component: ComponentSettings, workers: int) -> RewardSettings:
+    """A component's function as the only one.
+
+    Args:
+        reward: that it is part of.
+        component: that has the function.
+        workers: processes that it gets.
+    """
+    return RewardSettings(
+        function=component.function,
+        kwargs=component.kwargs,
+        workers=workers,
+        deadline_s=component.deadline_s or reward.deadline_s,
+        code=reward.code,
+    )
+
+
+@contextmanager
+def errors_of(name: str, reward: RewardSettings) -> Iterator[None]:
+    """Errors about one function's settings are about this component's, where the reward has components."""
+    try:
+        yield
+    except UserError as error:
+        if not reward.components:
+            raise
+        where = error.where.replace("reward.", f"reward.components.{name}.", 1)
+        raise UserError(error.what, where=where, why=error.why, fix=error.fix) from error
+
+
+def refusals(
+    reward: RewardSettings, *, known: Container[str] = (), start_deadline_s: float = START_DEADLINE_S
+) -> Iterator[UserError]:
+    """Why a run would refuse functions before its first sample. A file of the user's is imported, in a process of its own; the
+    verifier ``code`` is left out, as it tries what this machine can isolate.
+
+    Args:
+        reward: whose functions are tried.
+        known: settings of functions that are not tried.
+        start_deadline_s: seconds that a file may take to be imported.
+    """
+    given = reward.components or {FUNCTION: ComponentSettings(function=reward.function, kwargs=reward.kwargs)}
+    for name, component in given.items():
+        path = f"reward.components.{name}.function" if reward.components else "reward.function"
+        if component.function is None or component.function == Verifier.CODE or path in known:
+            continue
+        try:
+            with errors_of(name, reward):
+                _try(alone(reward, component, workers=1), start_deadline_s)
+        except UserError as error:
+            yield error
+
+
+def _try(function: RewardSettings, start_deadline_s: float) -> None:
+    spec = choose_function(function)
+    if spec.path is None:
+        load_function(spec)
+    else:
+        try_loading(RewardWorker, spec, start_deadline_s)

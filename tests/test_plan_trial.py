@@ -1,0 +1,140 @@
+"""What ``meshloom plan`` tries: packages of loggers, and code of the user's, refused in the words of the run."""
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshloom.cli import main
+from meshloom.config.errors import UserError
+from meshloom.config.load import load_settings
+from meshloom.config.problems import Problem
+from meshloom.config.settings import EvalSettings, TrainSettings
+from meshloom.loop.rewarding import open_rewards
+from meshloom.observe.loggers import check_loggers
+from meshloom.plan import build_plan
+from meshloom.plan_trial import tried
+from tests.test_plan_memory import make_folder
+
+FILE = "reward.function=reward.py:score"
+Told = tuple[str, str, str, str]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / "m")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return tmp_path
+
+
+def given(*overrides: str) -> list[str]:
+    base = ["run_dir=r", "model.path=m", "data.train.files=rows.jsonl", "device=cpu", "reward.workers=1"]
+    return [*base, "batch.prompts_per_step=1", "logging.loggers=[]", *overrides]
+
+
+def settings(*overrides: str) -> TrainSettings:
+    return load_settings(TrainSettings, None, given(*overrides))
+
+
+def problems(*overrides: str, **more: Any) -> list[Problem]:
+    found = settings(*overrides)
+    return list(tried(found, build_plan(found, 1).problems, **more))
+
+
+def words(error: Problem | UserError) -> Told:
+    return error.what, error.where, error.why, error.fix
+
+
+def words_of_the_run(begin: Callable[[], object]) -> Told:
+    with pytest.raises(UserError) as caught:
+        begin()
+    return words(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "said"),
+    [
+        ("def score(text, gold):\n    return 1.0\n", (FILE,), "cannot be called"),
+        ("def score(request):\n    return 1.0\n", (FILE, "reward.kwargs={tolerance: 1}"), "cannot be called"),
+        ("def score(request, tolerance):\n    return 1.0\n", (FILE,), "cannot be called"),
+        ("score = 1.0\n", (FILE,), "has no function 'score'"),
+        ("import no_such_package\ndef score(request): ...\n", (FILE,), "raises ModuleNotFoundError"),
+        ("import os\nos._exit(3)\ndef score(request): ...\n", (FILE,), "ends while it loads the function"),
+        ("", ("reward.function=exact_match", "reward.kwargs={loose: true}"), "cannot be used with these arguments"),
+        ("def score(text): ...\n", ("reward.components.maths.function=reward.py:score",), "cannot be called"),
+    ],
+)
+def test_a_reward_that_a_run_would_refuse_is_refused_in_its_words(
+    folder: Path, source: str, overrides: tuple[str, ...], said: str
+) -> None:
+    """The plan of such a run had no problems: it looked for the function's name alone."""
+    (folder / "reward.py").write_text(source)
+    (problem,) = problems(*overrides)
+    assert problem.code == "U002" and said in problem.what
+
+    def begin() -> None:
+        with open_rewards(settings(*overrides), (), None, None):
+            raise AssertionError("the run began")
+
+    assert words(problem) == words_of_the_run(begin)
+
+
+def test_a_file_that_takes_too_long_is_killed(folder: Path) -> None:
+    (folder / "reward.py").write_text("import time\ntime.sleep(1000)\ndef score(request): ...\n")
+    began = time.monotonic()
+    (problem,) = problems(FILE, start_deadline_s=3.0)
+    assert "was not loaded within 3 s" in problem.what
+    assert time.monotonic() - began < 300
+
+
+def test_a_function_that_the_plan_refuses_already_is_not_imported(folder: Path) -> None:
+    mark = folder / "imported"
+    (folder / "reward.py").write_text(f"open({str(mark)!r}, 'w')\ndef other(request): ...\n")
+    found = settings(FILE)
+    plan = build_plan(found, 1)
+    assert [problem.code for problem in plan.problems] == ["W004"]
+    assert not list(tried(found, plan.problems)) and not mark.exists()
+
+
+def test_a_function_that_can_be_called_is_called_with_nothing(folder: Path) -> None:
+    source = f"def score(request):\n    open({str(folder / 'called')!r}, 'w')\n"
+    (folder / "reward.py").write_text(source)
+    assert not problems(FILE)
+    assert not (folder / "called").exists()
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "tensorboad"])
+def test_a_logger_that_cannot_be_opened_is_refused_in_the_words_of_the_run(name: str) -> None:
+    """A run whose logger's package is missing was planned without a problem."""
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    (problem,) = problems("reward.function=exact_match", f"logging.loggers=[{name}]")
+    assert problem.code == "U001"
+    assert words(problem) == words_of_the_run(lambda: check_loggers([name]))
+
+
+def test_own_functions_and_environments_are_tried_too(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        "def advantage(batch, more):\n    return batch\n\nclass Game:\n    def reset(self): ...\n"
+    )
+    overrides = [
+        "reward.function=exact_match",
+        "algorithm.advantage=own.py:advantage",
+        "environment.custom=own.py:Game",
+    ]
+    found = {problem.code: problem.what for problem in problems(*overrides)}
+    assert set(found) == {"U003", "U004"}
+    assert "no method 'step'" in found["U003"] and "takes other arguments" in found["U004"]
+
+
+def test_the_command_shows_what_was_tried(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "reward.py").write_text("def score(text):\n    return 1.0\n")
+    assert main(["plan", "--json", *given(FILE)]) == 2
+    assert [problem["code"] for problem in json.loads(capsys.readouterr().out)["problems"]] == ["U002"]
+    evaluation = [text for text in given(FILE) if not text.startswith(("batch", "logging"))]
+    assert list(tried(load_settings(EvalSettings, None, evaluation), ()))
