@@ -217,6 +217,22 @@ def test_a_group_equals_separate_requests(make):
     assert group[0, 0].ids == group[0, 2].ids != group[0, 1].ids
 
 
+@pytest.mark.parametrize("max_sequences", [2, 20])
+def test_a_greedy_sample_shares_the_prompt_of_its_group_and_changes_no_other(make, request, max_sequences):
+    """It used to be a request of its own, whose prompt was computed once more."""
+    engine, _ = make("llama", max_sequences=max_sequences)
+    sampled = ask(0, prompt(50), seeds=range(4), temperature=0.9, top_k=20)
+    apart = collect(engine, [sampled, ask(1, prompt(50), temperature=0)])
+    if "vllm" not in request.node.name:
+        engine.take_prompts()
+    together = collect(engine, [dataclasses.replace(sampled, seeds=range(5), num_greedy=1)])
+    assert [together[0, i].ids for i in range(5)] == [apart[0, i].ids for i in range(4)] + [apart[1, 0].ids]
+    assert together[0, 4].logprobs == [0.0] * 20
+    assert max(together[0, 0].logprobs) < 0.0
+    if "vllm" not in request.node.name:
+        assert engine.take_prompts().computed in (49, 50)
+
+
 @pytest.mark.parametrize("max_sequences", [2, 5, 20])
 def test_the_prompt_of_a_group_is_computed_once(max_sequences):
     engine, model = torch_engine("llama", max_sequences=max_sequences)

@@ -13,6 +13,7 @@ from meshloom.loop.spread import spread_of
 from meshloom.loop.stage import Spread
 from meshloom.loop.train import run_training
 from meshloom.observe.records import read_metrics, read_samples
+from meshloom.plan.generated import generation_lines
 from meshloom.samples import Samples
 from tests.lesson_runs import assert_same_run, train_settings, write_inputs
 from tests.test_many_devices import assert_like, newest
@@ -194,6 +195,22 @@ def test_each_prompt_of_remax_has_one_greedy_sample_that_is_its_baseline(remax: 
     assert found[0]["greedy_reward_mean"] == pytest.approx(sum(first) / len(first))
 
 
+def test_tokens_of_greedy_samples_count_and_their_prompts_do_not(inputs: Path, remax: Path) -> None:
+    """Prompts of groups used to be computed twice, and no number had the baselines' responses."""
+    for step, found in enumerate(metrics(remax), 1):
+        records = [r for r in read_samples(remax) if r["step"] == step and r["kind"] != "validation"]
+        greedy = sum(len(record["response_ids"]) for record in records if record["kind"] == "greedy")
+        prompts = {record["group"]: len(record["prompt_ids"]) for record in records}
+        made = found["samples"] * found["response_tokens_mean"] + greedy
+        assert found["greedy_tokens"] == greedy
+        assert step == 1 or found["prompt_tokens_computed"] == sum(prompts.values())  # the first has validation's too
+        ratio = found["tokens_per_second"] / found["response_tokens_per_second"]
+        assert ratio == pytest.approx(1 + 3 * sum(prompts.values()) / made)
+    settings = train_settings(inputs, inputs / "none", *REMAX)
+    longest = 4 * settings.rollout.max_response_tokens
+    assert {line.name: line.value for line in generation_lines(settings)}["most greedy tokens per step"] == longest
+
+
 def test_greedy_samples_are_the_most_likely_ones_and_change_nothing_else(
     inputs: Path, remax: Path, tmp_path: Path
 ) -> None:
@@ -234,7 +251,7 @@ def test_a_baseline_stands_once_in_a_group() -> None:
     found = with_baseline(group([1.0, 0.0], [True, True], [0.0, 0.0]), greedy)
     assert found["greedy_reward"].tolist() == [0.25, 0.25]
     assert found["valid"].tolist() == [True, True]
-    assert baseline_metrics(found) == {"greedy_reward_mean": 0.25, "greedy_invalid": 0.0}
+    assert baseline_metrics(found) == {"greedy_reward_mean": 0.25, "greedy_invalid": 0.0, "greedy_tokens": 1.0}
 
 
 @pytest.mark.slow

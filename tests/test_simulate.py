@@ -391,7 +391,7 @@ def test_greedy_samples_are_generated_and_not_trained_on(model: Path) -> None:
     )
     assert plain is not None
     assert greedy is not None
-    assert greedy.tokens_per_second * greedy.step_s == pytest.approx(plain.tokens_per_second * plain.step_s)
+    assert greedy.tokens_per_second * greedy.step_s > 1.2 * plain.tokens_per_second * plain.step_s
     assert greedy.step_s > plain.step_s
     assert greedy.step_s == pytest.approx(greedy.plan_step_s, rel=0.03)
 

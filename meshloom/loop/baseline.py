@@ -96,10 +96,24 @@ def greedy_record(samples: Samples, sample: int) -> dict[str, Any] | None:
 
 
 def baseline_metrics(samples: Samples) -> dict[str, float]:
-    """The mean reward of greedy samples, and how many are invalid; nothing where there are none."""
-    found = [greedy for greedy in samples.meta.get(KIND, []) if greedy is not None]
+    """The mean reward of greedy samples, how many are invalid, and their tokens; nothing where there are none."""
+    found = _baselines(samples)
     rewards = [greedy["reward"] for greedy in found if greedy["reward"] is not None]
     if not found:
         return {}
     mean = {"greedy_reward_mean": sum(rewards) / len(rewards)} if rewards else {}
-    return {**mean, "greedy_invalid": float(len(found) - len(rewards))}
+    return {
+        **mean,
+        "greedy_invalid": float(len(found) - len(rewards)),
+        "greedy_tokens": greedy_tokens(samples),
+    }
+
+
+def greedy_tokens(samples: Samples) -> float:
+    """Tokens of the model in the greedy samples beside a batch: generated with it, and trained on by nobody."""
+    of_episodes = [greedy["episode"].get("own", [(0, len(greedy["ids"]))]) for greedy in _baselines(samples)]
+    return float(sum(stop - start for own in of_episodes for start, stop in own))
+
+
+def _baselines(samples: Samples) -> list[Mapping[str, Any]]:
+    return [greedy for greedy in samples.meta.get(KIND, []) if greedy is not None]

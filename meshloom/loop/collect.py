@@ -27,8 +27,6 @@ from meshloom.rewards.outcome import RewardRequest
 from meshloom.rollout.protocol import Completion, Engine, FinishReason, Request, SamplingParams
 from meshloom.samples import Samples
 
-GREEDY = -1
-"""Index of a draw's greedy sample."""
 UNFINISHED = (FinishReason.DEADLINE, FinishReason.ABORTED)
 _MOMENT_S = 0.02
 
@@ -80,6 +78,11 @@ class Collector:
     decode_at_once: int = 64
     """Samples whose text is made in one call, when many finish together."""
 
+    @property
+    def samples_each(self) -> int:
+        """Samples of each draw; the greedy one is the last of its request, and shares the others' prompt."""
+        return self.samples_per_prompt + self.greedy
+
     def check(self) -> None:
         """Let the engine refuse a prompt that it could never answer; nothing is generated.
 
@@ -104,24 +107,23 @@ class Collector:
     def attempt(self, draws: Sequence[Draw], *, deadline_s: float, clock: PhaseClock) -> Attempt[Samples]:
         """Generate and score the samples of each draw, once."""
         by_number = {draw.number: draw for draw in draws}
-        wanted = self.samples_per_prompt + self.greedy
         finished: dict[int, dict[int, Scored]] = {draw.number: {} for draw in draws}
         for completions in self._finished(self.engine.generate(self._requests(draws), deadline_s=deadline_s)):
             texts = self.decode([completion.ids for completion in completions])
             for completion, text in zip(completions, texts, strict=True):
-                number, index = _place(completion)
+                number = completion.request_id
                 prompt = self.prompts[by_number[number].prompt]
                 scoring = self.scorer.submit(self._reward_request(prompt, text, completion))
                 group = finished[number]
-                group[index] = Scored(packed(completion), text, scoring)
-                if len(group) == wanted:
+                group[completion.index] = Scored(packed(completion), text, scoring)
+                if len(group) == self.samples_each:
                     self.scorer.begin([group[place].scoring for place in sorted(group)])
         with clock.phase("score"):
             self.enter(Phase.SCORE)
             for parts in finished.values():
                 for part in parts.values():
                     part.scoring.result()
-        whole = {draw.number for draw in draws if len(finished[draw.number]) == wanted}
+        whole = {draw.number for draw in draws if len(finished[draw.number]) == self.samples_each}
         # What a group is made of goes as it is made: not all of it is there twice.
         groups = {draw.number: self._group(draw, finished.pop(draw.number)) for draw in draws if draw.number in whole}
         return Attempt(groups, [draw for draw in draws if draw.number not in whole])
@@ -142,19 +144,16 @@ class Collector:
             yield batch
 
     def _requests(self, draws: Sequence[Draw]) -> list[Request]:
-        requests = [
+        return [
             Request(
                 id=draw.number,
                 prompt_ids=self.prompts[draw.prompt].ids,
                 params=self.params,
-                seeds=[sample_seed(self.seed, draw.number, k, self.purpose) for k in range(self.samples_per_prompt)],
+                seeds=[sample_seed(self.seed, draw.number, k, self.purpose) for k in range(self.samples_each)],
+                num_greedy=int(self.greedy),
             )
             for draw in draws
         ]
-        if self.greedy:
-            params = greedy_params(self.params)
-            requests += [replace(each, id=_greedy_id(each.id), params=params, seeds=[0]) for each in requests]
-        return requests
 
     def _group(self, draw: Draw, found: Mapping[int, "Scored"]) -> Samples:
         parts = [found[k] for k in range(self.samples_per_prompt)]
@@ -187,7 +186,7 @@ class Collector:
                 "remark": [r.detail if r.valid else "" for r in rewards],
             },
         )
-        return with_baseline(group, _greedy_sample(found[GREEDY])) if self.greedy else group
+        return with_baseline(group, _greedy_sample(found[self.samples_per_prompt])) if self.greedy else group
 
     def _reward_request(self, prompt: Prompt, text: str, completion: Completion) -> RewardRequest:
         told = prompt.row.prompt
@@ -215,22 +214,6 @@ def packed(completion: Completion) -> Completion:
         logprobs=array("f", completion.logprobs),
         versions=array("i", completion.versions),
     )
-
-
-def greedy_params(params: SamplingParams) -> SamplingParams:
-    """The same, for the most probable token each time."""
-    return replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-
-
-def _greedy_id(number: int) -> int:
-    """Request of a draw's greedy sample."""
-    return -1 - number
-
-
-def _place(completion: Completion) -> tuple[int, int]:
-    """Draw of a sample, and which of its samples it is."""
-    number = completion.request_id
-    return (_greedy_id(number), GREEDY) if number < 0 else (number, completion.index)
 
 
 def _greedy_sample(scored: "Scored") -> GreedySample:

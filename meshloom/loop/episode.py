@@ -25,6 +25,8 @@ from meshloom.samples import Samples
 
 FAILED = Reward(value=0.0)
 """Of an episode whose environment failed: it is not judged."""
+GREEDY = -1
+"""Index of a group's greedy episode; it is the last of its group."""
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Episode:
 
     Args:
         draw: whose group it is in.
-        index: place in the group; of the greedy one the number before them.
+        index: place in the group; ``GREEDY`` of the greedy one.
         task: what it is about.
         place: the environment's, in the pool.
         deadline: on the monotonic clock.

@@ -26,8 +26,8 @@ from meshloom.environments.chat import ChatRenderer, Rewritten
 from meshloom.environments.pool import EnvironmentPool, Reply
 from meshloom.environments.protocol import Fault, FaultReason, Message, Task, Turn
 from meshloom.loop.baseline import greedy_episode, with_baseline
-from meshloom.loop.collect import GREEDY, UNFINISHED, Collector, greedy_params, sample_seed
-from meshloom.loop.episode import FAILED, Episode, reward_request
+from meshloom.loop.collect import UNFINISHED, Collector, sample_seed
+from meshloom.loop.episode import FAILED, GREEDY, Episode, reward_request
 from meshloom.loop.stage import Attempt, Draw
 from meshloom.observe.timing import PhaseClock
 from meshloom.plan.residency import Phase
@@ -90,11 +90,10 @@ class EpisodeCollector(Collector):
         settings = self.environments.settings
         return not settings.reasoning_gym and turns + 1 < settings.max_turns
 
-    def turn_params(self, left: int, *, is_greedy: bool = False) -> SamplingParams:
+    def turn_params(self, left: int) -> SamplingParams:
         """Parameters of a turn with so many tokens left."""
         bound = self.environments.settings.max_turn_tokens
-        params = greedy_params(self.params) if is_greedy else self.params
-        return replace(params, max_tokens=left if bound is None else min(left, bound))
+        return replace(self.params, max_tokens=left if bound is None else min(left, bound))
 
     def attempt(self, draws: Sequence[Draw], *, deadline_s: float, clock: PhaseClock) -> Attempt[Samples]:
         """Play the episodes of each draw, once."""
@@ -251,13 +250,14 @@ class _Run:
         future.add_done_callback(lambda done: self._events.put((episode, done.result())))
 
     def _ask_first(self, group: Sequence[Episode]) -> None:
-        """The first turns of a group, once all its environments have begun: samples with the same prompt share a request."""
+        """The first turns of a group, once all its environments have begun: those with the same prompt share a request, in
+        which a greedy one is the last."""
         if not all(episode.is_over or episode.conversation for episode in group):
             return
-        same: dict[tuple[bool, tuple[int, ...]], list[Episode]] = {}
+        same: dict[tuple[int, ...], list[Episode]] = {}
         for episode in group:
             if not episode.is_over:
-                same.setdefault((episode.index == GREEDY, tuple(episode.conversation.ids)), []).append(episode)
+                same.setdefault(tuple(episode.conversation.ids), []).append(episode)
         for episodes in same.values():
             self._ask(episodes)
 
@@ -292,8 +292,9 @@ class _Run:
         request = Request(
             id=number,
             prompt_ids=first.conversation.ids,
-            params=own.turn_params(self._left(first), is_greedy=first.index == GREEDY),
+            params=own.turn_params(self._left(first)),
             seeds=[sample_seed(own.seed, one.draw.number, one.index, purpose) for one in episodes],
+            num_greedy=sum(one.index == GREEDY for one in episodes),
             keep=own.goes_on_after(first.num_turns),
             after=first.asked,
         )

@@ -17,7 +17,7 @@ from meshloom.config.errors import RunFault
 from meshloom.config.names import GROUP_ADVANTAGES
 from meshloom.config.settings import TrainSettings
 from meshloom.environments.protocol import FaultReason
-from meshloom.loop.baseline import NO_BASELINE
+from meshloom.loop.baseline import NO_BASELINE, greedy_tokens
 from meshloom.loop.component_watch import by_component
 from meshloom.loop.model_verbs import Model
 from meshloom.loop.stage import StepDone
@@ -164,12 +164,12 @@ def progress_metrics(done: StepDone[Any, Any]) -> dict[str, float]:
 
 
 def speed_metrics(batch: Samples, clock: PhaseClock, actor: Model) -> dict[str, float]:
-    """Tokens over the seconds of the step so far: all of them, and those the model generated; and the share of the device's
-    peak that the updates reached."""
+    """Tokens over the seconds of the step so far: all of them, and those the model generated, greedy baselines' among both; and
+    the share of the device's peak that the updates reached."""
     phases = clock.seconds()
-    seconds = max(sum(phases.values()), 1e-9)
+    seconds, greedy = max(sum(phases.values()), 1e-9), greedy_tokens(batch)
     return {
-        "tokens_per_second": batch.num_tokens / seconds,
-        "response_tokens_per_second": float(batch["mask"].sum()) / seconds,
+        "tokens_per_second": (batch.num_tokens + greedy) / seconds,
+        "response_tokens_per_second": (float(batch["mask"].sum()) + greedy) / seconds,
         **actor.take_utilization(phases.get("update", 0.0)),
     }

@@ -68,6 +68,9 @@ def generation_lines(settings: TrainSettings) -> Iterator[LedgerLine]:
     if is_greedy(settings):
         formula = "prompts that are generated: a greedy sample of each is their baseline, scored and not trained on"
         yield _line("greedy samples of a prompt", 1, formula, "samples")
+        generated, longest = rounds_per_step(settings) * prompts_at_once(settings), settings.rollout.max_response_tokens
+        formula = f"prompts generated per step × rollout.max_response_tokens ({longest}); prompts are the others' own"
+        yield _line("most greedy tokens per step", round(generated * longest), formula, "tokens")
     if not settings.algorithm.filter_groups.enabled:
         return
     rounds, at_once = rounds_per_step(settings), prompts_at_once(settings)

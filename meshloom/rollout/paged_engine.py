@@ -344,7 +344,7 @@ def _ops(device: torch.device) -> Ops:
 
 
 def _filters(sample: Sample) -> bool:
-    params = sample.request.params
+    params = sample.params
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 

@@ -227,7 +227,7 @@ class PagedScheduler:
 
     def _place(self, sample: Sample, ids: list[int], pages: list[int], nodes: list[Node[int]]) -> None:
         """Give a sample the next slot."""
-        slot, params = len(self.running), sample.request.params
+        slot, params = len(self.running), sample.params
         sample.turn, self._turn, sample.era = self._turn, self._turn + 1, self._era
         running = Running(sample, pages, nodes, self._rows.pop(), sample.turn, self._rule_of(sample))
         self.running.append(running)

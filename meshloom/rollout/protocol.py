@@ -5,7 +5,7 @@ an engine matches through a ``decode`` function it is given), rewards, losses.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,6 +48,10 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"{rule}: {self}")
 
+    def greedy(self) -> "SamplingParams":
+        """The same, for the most probable token each time."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -58,6 +62,7 @@ class Request:
         prompt_ids: tokens of the prompt, at least one.
         params: the sampling distribution.
         seeds: one seed a sample; a sample's tokens depend on its seed and prompt, not on what else is in the batch.
+        num_greedy: so many of the last samples have the most probable token each time, whatever ``params`` say of the others.
         keep: whether requests will follow that begin with this prompt and a sample of it that ended by itself: keys and values
             stay, where there is room, until the weights change. What is drawn is the same, up to the order of sums.
         after: the request whose sample this one begins with; who has several engines prefers the one that made it.
@@ -67,8 +72,13 @@ class Request:
     prompt_ids: Sequence[int]
     params: SamplingParams
     seeds: Sequence[int]
+    num_greedy: int = 0
     keep: bool = False
     after: int | None = None
+
+    def params_of(self, index: int) -> SamplingParams:
+        """The distribution that one of the samples is drawn from."""
+        return self.params if index < len(self.seeds) - self.num_greedy else self.params.greedy()
 
 
 @dataclass

@@ -21,6 +21,10 @@ def check_requests(requests: Sequence[Request], *, vocabulary: int, can_decode: 
     for request in requests:
         if not len(request.prompt_ids) or not len(request.seeds):
             raise ValueError(f"request {request.id} has no prompt or no seeds")
+        if not 0 <= request.num_greedy <= len(request.seeds):
+            raise ValueError(
+                f"request {request.id} has {len(request.seeds)} samples, {request.num_greedy} of them greedy"
+            )
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocabulary:
             raise ValueError(f"request {request.id} has token ids outside the model's 0 to {vocabulary - 1}")
         if request.params.stop_strings and not can_decode:

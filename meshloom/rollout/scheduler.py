@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from meshloom.rollout.kv_cache import BLOCK_TOKENS, Bank, KVCache, Span
-from meshloom.rollout.protocol import Completion, FinishReason, Request
+from meshloom.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from meshloom.rollout.stopping import StopRule
 
 
 @dataclass(eq=False, slots=True)
 class Sample:
     """One sample on its way. ``turn`` counts admissions: the highest is the youngest; ``era`` the times that the weights had
-    changed by then."""
+    changed by then; ``params`` are its own, the request's or greedy."""
 
     request: Request
     index: int
@@ -30,6 +30,10 @@ class Sample:
     finish: FinishReason | None = None
     turn: int = -1
     era: int = 0
+    params: SamplingParams = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.params = self.request.params_of(self.index)
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.ids.append(token)

@@ -191,7 +191,7 @@ class TorchEngine(EmbeddedVerbs):
     def _draw(self, logits_NV: Tensor, samples: list[Sample]) -> list[Sample]:
         """Draw a token for every sample and hand it on; the one place that waits for the device."""
         if samples != self._sampled:
-            params = [sample.request.params for sample in samples]
+            params = [sample.params for sample in samples]
             seeds = [sample.request.seeds[sample.index] for sample in samples]
             self._sampled, self._rows = samples, Rows.of(params, seeds, self._shape.device)
         positions = np.array([len(sample.ids) for sample in samples])

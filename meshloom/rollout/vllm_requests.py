@@ -43,6 +43,11 @@ class RunningSample:
     marks: list[tuple[int, int]] = field(default_factory=list)
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether it has the most probable token each time."""
+        return self.request.params_of(self.index).temperature == 0
+
+    @property
     def streams(self) -> bool:
         """Whether each token is looked at as it comes: stop strings are found here, not in vLLM, which sees no text."""
         return bool(self.rule.strings)
@@ -58,12 +63,11 @@ class RunningSample:
 
     def completion(self, finish: FinishReason) -> Completion:
         """The finished sample."""
-        greedy = self.request.params.temperature == 0
         return Completion(
             request_id=self.request.id,
             index=self.index,
             ids=self.ids,
-            logprobs=[0.0] * len(self.ids) if greedy else self.logprobs,
+            logprobs=[0.0] * len(self.ids) if self.is_greedy else self.logprobs,
             versions=self._versions(),
             finish=finish,
         )
@@ -81,7 +85,7 @@ def vllm_params(sample: RunningSample) -> "VllmParams":
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
 
-    params = sample.request.params
+    params = sample.request.params_of(sample.index)
     return VllmParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,

@@ -38,8 +38,8 @@ class SamplesAtWork:
             ready, self.waiting = self.waiting, []
             return ready
         of = next(iter(self.running.values()), None)
-        kinds = [_is_greedy(sample) for sample in self.waiting]
-        kind = all(kinds) if of is None else _is_greedy(of)
+        kinds = [sample.is_greedy for sample in self.waiting]
+        kind = all(kinds) if of is None else of.is_greedy
         ready = [sample for sample, its in zip(self.waiting, kinds, strict=True) if its is kind]
         self.waiting = [sample for sample, its in zip(self.waiting, kinds, strict=True) if its is not kind]
         return ready
@@ -65,7 +65,3 @@ class SamplesAtWork:
         ended = [self.finished(key) for key in keys] + [sample for sample in self.waiting if ends(sample)]
         self.waiting = [sample for sample in self.waiting if not ends(sample)]
         return keys, ended
-
-
-def _is_greedy(sample: RunningSample) -> bool:
-    return sample.request.params.temperature == 0
