@@ -71,7 +71,7 @@ def test_norms(random, gemma, width):
     results = []
     for ops, device in ((TorchOps(), CPU), (TritonOps(DEVICE), DEVICE)):
         a, b, c, w = (tensor.to(device, copy=True) for tensor in (x, y, residual, weight))
-        found = [ops.rms_norm(a, w, kind), ops.norm_of_sum(c, a, w, kind)]
+        found = [ops.rms_norm(a, w, kind), *ops.norm_of_sum(c, a, w, kind)]
         torch.testing.assert_close(c.cpu(), residual, rtol=0, atol=0)
         found.append(ops.norm_of_kept_sum(c, a, b, w, kind))
         found.append(ops.norm_of_kept_sum(c, a, b, w, kind))

@@ -63,6 +63,15 @@ class Projection:
             return total if self._bias is None else total + self._bias
         return torch.cat([part(x) for part in self._parts], -1)
 
+    @property
+    def weight(self) -> Tensor | None:
+        """The weights side by side, where their product with the input is all of it but for ``bias``."""
+        return self._weight if self._peers.count == 1 else None
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
 
 @torch.no_grad()
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -241,17 +250,37 @@ class DecodeStack:
         x = self._ops.rms_norm(residual, self._layers[0].norm_in, self._norm)
         ends = [layer.norm_in for layer in self._layers[1:]] + [self._decoder.norm.weight.detach()]
         for number, (layer, norm_next) in enumerate(zip(self._layers, ends, strict=True)):
-            qkv = layer.qkv(x)
-            rope = self._ropes[layer.kind]
-            self._ops.rope_store(qkv, self.shape, rope, positions_T, places_T, pool, number, layer.norms, keep_key)
-            seen = self._after(layer.out(attend(number, qkv)), layer.norm_after_attention)
-            x = self._ops.norm_of_sum(residual, seen, layer.norm_before_mlp, self._norm)
-            x = self._after(layer.down(self._ops.gated(layer.gate_up(x), self._is_gelu)), layer.norm_after_mlp)
+            qkv = self._qkv(layer, x, pool, positions_T, places_T, number, keep_key)
+            seen = self._term(layer.out, attend(number, qkv), layer.norm_after_attention, whole=keep_key)
+            x, seen = self._ops.norm_of_sum(residual, seen, layer.norm_before_mlp, self._norm)
+            x = self._term(layer.down, self._gated(layer.gate_up, x), layer.norm_after_mlp, whole=keep_key)
             x = self._ops.norm_of_kept_sum(residual, seen, x, norm_next, self._norm)
         return x
 
-    def _after(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else self._ops.rms_norm(x, weight, self._norm)
+    def _qkv(
+        self, layer: _Layer, x: Tensor, pool: Pool, positions_T: Tensor, places_T: Tensor, number: int, keep_key: bool
+    ) -> Tensor:
+        """Projections whose queries (and keys, with ``keep_key``) are rotated; keys and values are in the pool."""
+        weight, rope = layer.qkv.weight, self._ropes[layer.kind]
+        # The prompts' attention reads keys and values where the projection has them.
+        found = None if weight is None or keep_key else self._ops.pieces(x, weight)
+        qkv, bias = (layer.qkv(x), None) if found is None else (found, layer.qkv.bias)
+        return self._ops.rope_store(
+            qkv, self.shape, rope, positions_T, places_T, pool, number, layer.norms, keep_key, bias
+        )
+
+    def _term(self, projection: Projection, x: Tensor, norm: Tensor | None, *, whole: bool) -> Tensor:
+        """What a projection adds to the residual, perhaps in pieces unless it must be whole."""
+        if norm is not None:
+            return self._ops.rms_norm(projection(x), norm, self._norm)
+        weight = projection.weight
+        found = None if whole or weight is None or projection.bias is not None else self._ops.pieces(x, weight)
+        return projection(x) if found is None else found
+
+    def _gated(self, projection: Projection, x: Tensor) -> Tensor:
+        if projection.weight is None or projection.bias is not None:
+            return self._ops.gated(projection(x), self._is_gelu)
+        return self._ops.gated_product(x, projection.weight, self._is_gelu)
 
 
 def _window(layer: nn.Module) -> int | None:

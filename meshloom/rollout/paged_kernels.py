@@ -13,6 +13,8 @@ E hidden width, F width of the feed-forward layer.
 import triton
 import triton.language as tl
 
+from meshloom.rollout.product_kernels import activated, after_previous, sum_of_pieces
+
 _LOG2E = 1.4426950408889634
 
 
@@ -24,22 +26,33 @@ def _layer_of(pool_ptr, layer, kind: tl.constexpr):
 
 @triton.jit
 def sum_rms_norm_kernel(
-    x_ptr, y_ptr, residual_ptr, weight_ptr, out_ptr, eps, E,
+    x_ptr, y_ptr, residual_ptr, weight_ptr, out_ptr, rounded_ptr, eps, E, stride,
     NUM: tl.constexpr, KEEP: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr,
+    X_PIECES: tl.constexpr, Y_PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A row: the root-mean-square norm of ``residual``, plus ``x`` (NUM 1), plus ``y`` (NUM 2).
 
     With KEEP the sum is rounded, becomes ``residual``, and its norm is taken; without, the norm is that of the sum before
     rounding. So it is in a compiled layer of the trainer, where only what leaves the layer is rounded.
+
+    X_PIECES and Y_PIECES: how many pieces in float32, each ``stride`` numbers, ``x`` and ``y`` are the rounded sums of; 0 if
+    they are tensors like the residual. The rounded sum of the pieces of ``x`` goes to ``rounded``.
     """
+    after_previous(OVERLAP)
     start = tl.program_id(0).to(tl.int64) * E
     col = tl.arange(0, BLOCK)
     inside = col < E
     residual = tl.load(residual_ptr + start + col, mask=inside, other=0.0)
     wide = residual.to(tl.float32)
-    if NUM > 0:
+    if X_PIECES > 0:
+        x = sum_of_pieces(x_ptr, start + col, inside, stride, X_PIECES).to(residual.dtype)
+        tl.store(rounded_ptr + start + col, x, mask=inside)
+        wide += x.to(tl.float32)
+    elif NUM > 0:
         wide += tl.load(x_ptr + start + col, mask=inside, other=0.0).to(tl.float32)
-    if NUM > 1:
+    if Y_PIECES > 0:
+        wide += sum_of_pieces(y_ptr, start + col, inside, stride, Y_PIECES).to(residual.dtype).to(tl.float32)
+    elif NUM > 1:
         wide += tl.load(y_ptr + start + col, mask=inside, other=0.0).to(tl.float32)
     if KEEP:
         kept = wide.to(residual.dtype)
@@ -55,25 +68,37 @@ def sum_rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["layer"])  # one compilation for all layers
 def rope_store_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, position_ptr, place_ptr, pool_ptr, q_norm_ptr, k_norm_ptr,
-    eps, layer,
+    qkv_ptr, pieces_ptr, bias_ptr, cos_ptr, sin_ptr, position_ptr, place_ptr, pool_ptr, q_norm_ptr, k_norm_ptr,
+    eps, layer, stride,
     H: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     NORM: tl.constexpr, GEMMA: tl.constexpr, KEEP_KEY: tl.constexpr,
+    PIECES: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One token: norm (with NORM) and rotate its queries in place, write its keys and values into the cache.
 
     ``place`` is the token's page × P + its place there, negative for a token that is not kept. Rotated keys also go back
-    to where they came from with KEEP_KEY. HEADS is H + 2K rounded up to a power of two.
+    to where they came from with KEEP_KEY. HEADS is H + 2K rounded up to a power of two. With PIECES, ``qkv`` is only written
+    to: its values before are the rounded sums of so many pieces in float32, each ``stride`` numbers, and with BIAS a bias.
     """
+    after_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = D // 2
     head = tl.arange(0, HEADS)[:, None]
     lane = tl.arange(0, half)[None, :]
-    at = qkv_ptr + token * ((H + 2 * K) * D) + head * D + lane
+    kind: tl.constexpr = qkv_ptr.dtype.element_ty
+    place_in = token * ((H + 2 * K) * D) + head * D + lane
+    at = qkv_ptr + place_in
     there = head < H + 2 * K
-    low = tl.load(at, mask=there, other=0.0)
-    high = tl.load(at + half, mask=there, other=0.0)
-    kind = low.dtype
+    if PIECES > 0:
+        low = sum_of_pieces(pieces_ptr, place_in, there, stride, PIECES)
+        high = sum_of_pieces(pieces_ptr, place_in + half, there, stride, PIECES)
+        if BIAS:
+            low += tl.load(bias_ptr + head * D + lane, mask=there, other=0.0).to(tl.float32)
+            high += tl.load(bias_ptr + head * D + half + lane, mask=there, other=0.0).to(tl.float32)
+        low, high = low.to(kind), high.to(kind)
+    else:
+        low = tl.load(at, mask=there, other=0.0)
+        high = tl.load(at + half, mask=there, other=0.0)
     low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
     if NORM:
         square = tl.sum(low_wide * low_wide, 1) + tl.sum(high_wide * high_wide, 1)
@@ -109,12 +134,14 @@ def decode_attention_kernel(
     qkv_ptr, out_ptr, partial_ptr, stat_ptr, pool_ptr, table_ptr, seen_ptr,
     scale, layer, table_stride, window,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, SKIPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One sequence, one key-value head, one split of its pages: attention of the G queries of its newest token.
 
-    ``seen`` is how many tokens the sequence has, the newest included; 0 for a row that is not in use, whose output is 0.
+    ``seen`` is how many tokens the sequence has, the newest included; 0 for a row that is not in use, whose output is 0. With
+    SKIPS the keys of the last page that are not there are not read.
     """
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -139,8 +166,9 @@ def decode_attention_kernel(
     for i in range(begin, end):
         page = tl.load(table_ptr + row * table_stride + i).to(tl.int64)
         block = pool + (page * (2 * K) + kv_head) * (P * D)
-        key = tl.load(block + tok[None, :] * D + d[:, None])
         position = i * P + tok
+        key_at = block + tok[None, :] * D + d[:, None]
+        key = tl.load(key_at, mask=(position < seen)[None, :], other=0.0) if SKIPS else tl.load(key_at)
         valid = position < seen
         if WINDOW:
             valid = valid & (position >= start)
@@ -167,8 +195,9 @@ def decode_attention_kernel(
 
 
 @triton.jit
-def combine_kernel(partial_ptr, stat_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr):
+def combine_kernel(partial_ptr, stat_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr):
     """One query head: the attention output from that of its splits."""
+    after_previous(OVERLAP)
     head = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, D)
@@ -183,18 +212,12 @@ def combine_kernel(partial_ptr, stat_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.c
 
 
 @triton.jit
-def gated_kernel(gate_up_ptr, out_ptr, F, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gated_kernel(gate_up_ptr, out_ptr, F, GELU: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Part of a row: act(gate) × up."""
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < F
     gate = tl.load(gate_up_ptr + row * (2 * F) + col, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + row * (2 * F) + F + col, mask=inside, other=0.0).to(tl.float32)
-    x = gate.to(tl.float32)
-    if GELU:
-        # tanh(y) = 2 sigmoid(2 y) − 1
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        act = x * tl.sigmoid(2.0 * inner)
-    else:
-        act = x * tl.sigmoid(x)
-    tl.store(out_ptr + row * F + col, (act * up).to(gate.dtype), mask=inside)
+    tl.store(out_ptr + row * F + col, (activated(gate.to(tl.float32), GELU) * up).to(gate.dtype), mask=inside)

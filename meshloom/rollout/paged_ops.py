@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, linear, silu
 
 from meshloom.rollout.protocol import SamplingParams
 from meshloom.rollout.sampling import Rows, filter_logits, uniform
@@ -97,14 +97,14 @@ class Ops(Protocol):
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor: ...
 
-    def norm_of_sum(self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
-        """Norm of ``residual + x``, which is neither rounded nor kept."""
+    def norm_of_sum(self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> tuple[Tensor, Tensor]:
+        """Norm of ``residual + x``, which is neither rounded nor kept; and ``x``, which may come in ``pieces``."""
         ...
 
     def norm_of_kept_sum(
         self, residual_TE: Tensor, x_TE: Tensor, y_TE: Tensor, weight_E: Tensor, kind: NormKind
     ) -> Tensor:
-        """``residual += x + y`` in place; returns its norm."""
+        """``residual += x + y`` in place; returns its norm. ``y`` may come in ``pieces``."""
         ...
 
     def rope_store(
@@ -118,8 +118,12 @@ class Ops(Protocol):
         layer: int,
         norms: HeadNorms | None,
         keep_key: bool,
-    ) -> None:
-        """Norm and rotate queries (and keys, with ``keep_key``) of ``qkv`` [T, (H + 2K) × D] in place; keep keys and values."""
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Norm and rotate queries (and keys, with ``keep_key``) of ``qkv`` [T, (H + 2K) × D] in place; keep keys and values.
+
+        Where ``qkv`` comes in ``pieces``, to which ``bias`` is added, the result is a new tensor with the queries alone.
+        """
         ...
 
     def attend(
@@ -130,6 +134,14 @@ class Ops(Protocol):
 
     def gated(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
         """act(gate) × up of [T, 2F], gates first."""
+        ...
+
+    def gated_product(self, x_TE: Tensor, weight: Tensor, is_gelu: bool) -> Tensor:
+        """act(x gateᵀ) × (x upᵀ) of a weight [2F, E], gates first."""
+        ...
+
+    def pieces(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor | None:
+        """Pieces [S, T, N] in float32 whose sum, once rounded, is x weightᵀ; none where such a product is better done whole."""
         ...
 
     def prepare(self, slots: Slots, count: int, page: int) -> None:
@@ -149,13 +161,14 @@ class TorchOps:
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + kind.eps)
         return (normed * (weight_E.float() + kind.gemma)).to(x_TE.dtype)
 
-    def norm_of_sum(self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
-        return self.rms_norm(residual_TE + x_TE, weight_E, kind)
+    def norm_of_sum(self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> tuple[Tensor, Tensor]:
+        x_TE = _whole(x_TE, residual_TE.dtype)
+        return self.rms_norm(residual_TE + x_TE, weight_E, kind), x_TE
 
     def norm_of_kept_sum(
         self, residual_TE: Tensor, x_TE: Tensor, y_TE: Tensor, weight_E: Tensor, kind: NormKind
     ) -> Tensor:
-        residual_TE.copy_(residual_TE + x_TE + y_TE)
+        residual_TE.copy_(residual_TE + x_TE + _whole(y_TE, residual_TE.dtype))
         return self.rms_norm(residual_TE, weight_E, kind)
 
     def rope_store(
@@ -169,7 +182,9 @@ class TorchOps:
         layer: int,
         norms: HeadNorms | None,
         keep_key: bool,
-    ) -> None:
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        qkv = _whole(qkv if bias is None else qkv.sum(0, keepdim=True) + bias, rope.cos.dtype)
         heads = qkv.unflatten(-1, (-1, shape.head_dim))
         sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         query, key, value = heads.split(sizes, 1)
@@ -181,6 +196,7 @@ class TorchOps:
         page, place = places[kept] // shape.page, places[kept] % shape.page
         pool.layers[layer][page, 0, :, place] = rotated_key[kept]
         pool.layers[layer][page, 1, :, place] = value[kept]
+        return qkv
 
     def attend(
         self, qkv: Tensor, shape: HeadShape, slots: Slots, pool: Pool, layer: int, scale: float, window: int | None
@@ -204,6 +220,12 @@ class TorchOps:
     def gated(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return (gelu(gate, approximate="tanh") if is_gelu else silu(gate)) * up
+
+    def gated_product(self, x_TE: Tensor, weight: Tensor, is_gelu: bool) -> Tensor:
+        return self.gated(linear(x_TE, weight), is_gelu)
+
+    def pieces(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor | None:
+        return None
 
     def prepare(self, slots: Slots, count: int, page: int) -> None:
         state = slots.state[:, :count]
@@ -244,6 +266,11 @@ class TorchOps:
         slots.state[Field.LENGTH, rows] += 1
         slots.state[Field.COUNT, rows] += 1
         slots.state[Field.FINISH, rows] = torch.where(stopped, Finish.STOP, finish)
+
+
+def _whole(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor [T, N] itself, or the rounded sum of pieces [S, T, N]."""
+    return x.sum(0).to(dtype) if x.ndim == 3 else x
 
 
 def _rotate(x_THD: Tensor, rope: Rope, positions: Tensor) -> Tensor:
