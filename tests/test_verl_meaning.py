@@ -39,6 +39,7 @@ def values(translation: Translation) -> dict[str, Any]:
 _CORRECTION = "algorithm.rollout_correction"
 _BANDED = [f"{_CORRECTION}.rollout_is=token", f"{_CORRECTION}.rollout_is_threshold=0.5_4.0"]
 _REJECTED = [f"{_CORRECTION}.rollout_rs=seq_max_k3", f"{_CORRECTION}.rollout_rs_threshold=0.3"]
+_TRANSFORMER = f"{ACTOR}.megatron.override_transformer_config"
 _SCORER = ["reward_model.enable=True", "reward_model.model.path=scorer"]
 _BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
 _DAPO = ["reward_model.reward_manager=dapo", f"+{_BUFFER}.enable=True"]
@@ -229,6 +230,37 @@ MEANING += [
 ]
 
 
+_OVERLONG = "reward_model.overlong_buffer"
+IGNORED = [
+    ["+actor_rollout_ref.model.override_config.attention_dropout=0."],
+    ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.lora_A_init_method=kaiming"],
+    ["model_engine=megatron", f"+{_TRANSFORMER}.pipeline_model_parallel_layout='Et*6|t*5L'"],
+    [f"{_CORRECTION}.bypass_mode=True", f"{_CORRECTION}.rollout_is=token", f"{_CORRECTION}.rollout_is_threshold=3"],
+    [f"+{ROLLOUT}.enable_expert_parallel=False"],
+    [f"{_OVERLONG}.len=4096"],
+]
+
+
+@pytest.mark.parametrize("overrides", IGNORED)
+def test_what_changes_nothing_is_not_refused(overrides: list[str]) -> None:
+    """Once refused, so that public commands could not run."""
+    translation = grpo(*overrides)
+    assert not translation.refused
+    assert overrides[-1].lstrip("+").partition("=")[0] in translation.ignored
+    assert not any(path.startswith("algorithm.correction") for path in translation.settings)
+
+
+def test_the_program_of_dapo_is_understood() -> None:
+    """It was refused with the word that there is no dynamic sampling."""
+    words = [GRPO, _FILTER, f"{_OVERLONG}.enable=True", f"{_OVERLONG}.len=4096", f"{_OVERLONG}.penalty_factor=0.5"]
+    for program in ("recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo"):
+        translation = translate(["python3", "-m", program, *words])
+        found = values(translation)
+        assert not translation.refused
+        assert (found["reward.overlong.buffer_tokens"], found["reward.overlong.factor"]) == (4096, 0.5)
+        assert found["algorithm.filter_groups.enabled"] and found["run_dir"].startswith("checkpoints/verl-dapo/")
+
+
 def test_rounds_without_a_bound_get_ours_and_it_is_said() -> None:
     translation = grpo(_FILTER, "algorithm.filter_groups.max_num_gen_batches=0")
     assert "algorithm.filter_groups.max_rounds" not in translation.settings
@@ -262,9 +294,18 @@ REFUSED = [
         [f"{_CORRECTION}.rollout_rs=token_k1", f"{_CORRECTION}.rollout_rs_threshold=0.5_3"],
     ),
     (
-        f"{_CORRECTION}.rollout_is",
+        f"{_CORRECTION}.rollout_rs",
         "no gap is left",
-        [f"{_CORRECTION}.rollout_is=token", f"{_CORRECTION}.bypass_mode=True"],
+        [f"{_CORRECTION}.rollout_rs=token_k2", f"{_CORRECTION}.bypass_mode=True"],
+    ),
+    (f"{_CORRECTION}.rollout_rs", "one of token_k1, seq_max_k2", [f"{_CORRECTION}.rollout_rs='token_k1,seq_max_k2'"]),
+    (f"{ROLLOUT}.moe_ep_size", "set it to 1", [f"+{ROLLOUT}.moe_ep_size=2"]),
+    ("algorithm.codapo_top_k", "no such key; leave it out", ["+algorithm.codapo_top_k=4"]),
+    (f"{_TRANSFORMER}.fp8", "bfloat16 or float32", ["model_engine=megatron", f"+{_TRANSFORMER}.fp8=hybrid"]),
+    (
+        "actor_rollout_ref.model.override_config.attention_dropout",
+        "config.json",
+        ["+actor_rollout_ref.model.override_config.attention_dropout=0.1"],
     ),
     (f"{ACTOR}.optim.optimizer", "AdamW", [f"{ACTOR}.optim.optimizer=Muon"]),
     (f"{ACTOR}.optim.lr_warmup_steps_ratio", "total_training_steps", [f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"]),
@@ -477,7 +518,21 @@ SFT = [
     ("batch.epochs", 4, []),
     ("offload.actor.optimizer", "host", ["engine.optimizer_offload=True"]),
     ("offload.actor.optimizer", "none", ["engine.param_offload=True"]),
+    ("optimizer.schedule", "cosine", ["engine=veomni", "optim=veomni", "model=hf_model"]),
+    ("optimizer.schedule", "linear", ["engine=torchtitan"]),
+    ("optimizer.lr", 1e-5, ["engine=automodel", "optim=automodel"]),
+    ("parallel.actor.tensor", 2, ["engine=automodel", "engine.tp_size=2", "engine.backend_config.linear=te"]),
+    ("model.dtype", "float32", ["engine=automodel", "engine.mp_param_dtype=fp32"]),
 ]
+
+
+def test_fine_tuning_saves_after_each_epoch() -> None:
+    words = ["-m", "verl.trainer.sft_trainer", "data.train_batch_size=32", "trainer.save_freq=after_each_epoch"]
+    known = translate([*words, "trainer.test_freq=after_each_epoch"], num_prompts=109)
+    assert not known.refused
+    assert known.settings["checkpoint.every_steps"].value == 3
+    assert "checkpoint.every_steps" in translate(words).warnings["trainer.save_freq"]
+    assert "whole number" in grpo("trainer.save_freq=after_each_epoch").refused["trainer.save_freq"]
 
 
 @pytest.mark.parametrize(("path", "value", "overrides"), SFT)

@@ -6,15 +6,17 @@ text is kept as it stands, so that it can be named.
 """
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from meshloom.config.errors import UserError
+from meshloom.config.verl.script import read_script
+from meshloom.config.verl.shell_words import Scope
 
 ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w./@-]*=.*|~[A-Za-z_][\w.]*", re.DOTALL)
-_ARRAY = re.compile(r"^[ \t]*(\w+)(\+?)=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
+_VERL = re.compile(r"(verl|recipe)\.")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}$]*))?\})")
 _PROGRAM = re.compile(r"(\S*/)?\w+\.py|verl(\.\w+)+|recipe(\.\w+)+")
 _ENDS = {"|", "||", "&&", ";", "&"}
@@ -40,6 +42,7 @@ class Command:
         files: YAML files among the words.
         launcher: ``--nnodes`` and ``--nproc_per_node`` of torchrun.
         other: words that nothing is known about.
+        lost: overrides behind a line that ends the command, which a shell does not pass on.
     """
 
     module: str = ""
@@ -50,6 +53,7 @@ class Command:
     files: list[str] = field(default_factory=list)
     launcher: dict[str, str] = field(default_factory=dict)
     other: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
 
 def read_command(words: Sequence[str]) -> Command:
@@ -58,16 +62,19 @@ def read_command(words: Sequence[str]) -> Command:
     Raises:
         UserError: if there is nothing, or quotes are not closed.
     """
-    if len(words) == 1 and _is_text(words[0]):
-        environment, words = _read_text(words[0])
+    inner = [word for flag, word in pairwise(words) if re.fullmatch("-l?i?c", flag) and _is_launch(word.split())]
+    scope, lost = Scope(), list[str]()
+    if inner or (len(words) == 1 and _is_text(words[0])):
+        scope, words, lost = _read_text((inner or words)[0])
     else:
-        environment = {}
-        words = [_expanded(word, environment) for word in words]
+        words = [_expanded(word, scope) for word in words]
     words = _without_tail(words)
     if not words:
         what = "there is no verl command"
         raise UserError(what, fix="write it behind --, such as: --verl -- python3 -m verl.trainer.main_ppo data.…=…")
-    return _sorted_out(words, environment)
+    command = _sorted_out(words, scope.variables)
+    command.lost = lost
+    return command
 
 
 def _is_text(word: str) -> bool:
@@ -79,93 +86,45 @@ def _is_text(word: str) -> bool:
     return len(parts) > 1 and (several or any(map(_PROGRAM.fullmatch, parts)))
 
 
-def _read_text(text: str) -> tuple[dict[str, str], list[str]]:
-    """Assignments of a script's text, and the words of the command in it."""
-    text = "\n".join(map(_without_comment, text.replace("\r\n", "\n").split("\n")))
-    environment: dict[str, str] = {}
-    arrays: dict[str, list[str]] = {}
-    lines: list[str] = []
+def _read_text(text: str) -> tuple[Scope, list[str], list[str]]:
+    """Variables of a script's text, the words of the command in it, and overrides behind a line that ends it.
 
-    def take_array(match: re.Match[str]) -> str:
-        lines.append(match[0])
-        return f"\0{len(lines) - 1}"
-
-    text = _ARRAY.sub(take_array, text)
-    text = re.sub(r"\\[ \t]*\n", " ", text)
-    command: list[str] = []
-    for line in text.split("\n"):
-        if line.strip().startswith("\0"):
-            _add_array(lines[int(line.strip()[1:])], arrays, environment)
-            continue
-        words = _split(line)
-        if _only_assigns(words):
-            _assign(words, environment)
-            continue
-        command += _words_of(words, arrays, environment)
-    return environment, command
-
-
-def _without_comment(line: str) -> str:
-    """A line up to a ``#`` that begins a word outside quotes."""
-    quote = ""
-    for place, character in enumerate(line):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character == "#" and (place == 0 or line[place - 1].isspace()):
-            return line[:place]
-    return line
-
-
-def _only_assigns(words: Sequence[str]) -> bool:
-    if not words or not all(ASSIGNMENT.fullmatch(word) or word == "export" for word in words):
-        return False
-    return words[0] == "export" or not any(word.partition("=")[0] in _GROUP_CHOICES for word in words)
-
-
-def _words_of(words: Sequence[str], arrays: dict[str, list[str]], environment: dict[str, str]) -> list[str]:
-    """Words of a line that is a part of the command; lines of other programs have none."""
-    if not any(_OVERRIDE.fullmatch(word) or "verl" in word or "[@]" in word for word in words):
-        return []
-    found: list[str] = []
-    for word in words:
-        array = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word)
-        known = array is not None and array[1] in arrays
-        found += arrays[array[1]] if array is not None and known else [_expanded(word, environment)]
-    return found
-
-
-def _add_array(text: str, arrays: dict[str, list[str]], environment: dict[str, str]) -> None:
-    match = _ARRAY.fullmatch(text)
-    assert match is not None, text
-    words = [_expanded(word, environment) for word in _split(re.sub(r"\\[ \t]*\n", " ", match[3]))]
-    arrays[match[1]] = [*(arrays.get(match[1], []) if match[2] else []), *words]
-
-
-def _split(line: str) -> list[str]:
+    Raises:
+        UserError: if a quote or bracket is not closed, or several programs of verl's are started.
+    """
     try:
-        return shlex.split(line)
+        found = read_script(text.replace("\r\n", "\n"), _is_launch, _is_override)
     except ValueError as error:
-        raise UserError("the verl command cannot be read", where=line.strip()[:120], why=str(error)) from error
+        raise UserError("the verl command cannot be read", why=str(error)) from error
+    overrides = [word for words in found.overrides for word in words]
+    launches = [words for words in found.launches if any(map(_is_override, words))] or found.launches
+    if len(launches) > 1:
+        programs = [words[_program_ends(words) - 1] for words in launches]
+        what = f"the text starts {len(programs)} programs: {', '.join(programs)}"
+        raise UserError(what, where="the verl command", fix="give the text of one, with its variables")
+    return found.scope, launches[0] if launches else overrides, overrides if launches else []
 
 
-def _assign(words: Sequence[str], environment: dict[str, str]) -> None:
-    for word in words:
-        if match := ASSIGNMENT.fullmatch(word):
-            environment[match[1]] = _expanded(match[2], environment)
+def _is_launch(words: Sequence[str]) -> bool:
+    """Whether words start a program of verl's: by its name, or by a name of one's own with overrides behind it."""
+    end = _program_ends(words)
+    return end > 0 and (_VERL.match(words[end - 1]) is not None or any(map(_is_override, words[end:])))
 
 
-def _expanded(word: str, environment: dict[str, str]) -> str:
-    """A word with the variables that have a value; ``$HOME`` is ``~``."""
+def _is_override(word: str) -> bool:
+    """Whether a word alone is an override, and no assignment of the environment; or an option of verl's."""
+    name = word.partition("=")[0]
+    if name in _VALUED:
+        return True
+    return _OVERRIDE.fullmatch(word) is not None and (not name.isidentifier() or name in _GROUP_CHOICES)
+
+
+def _expanded(word: str, scope: Scope) -> str:
+    """A word of a shell's with the variables that have a value all the same; ``$HOME`` is ``~``."""
 
     def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[2], match[3]
-        if name in environment:
-            return environment[name]
-        if name == "HOME":
-            return "~"
-        return match[0] if default is None else default
+        found = scope.substituted(match[0])
+        return found if isinstance(found, str) else match[0]
 
     before = None
     while before != word:
@@ -197,6 +156,9 @@ def _sorted_out(words: Sequence[str], environment: dict[str, str]) -> Command:
     if start:
         command.module = _module_name(rest[start - 1])
         command.launcher = _options(rest[: start - 1], _NODES)
+        for match in filter(None, map(ASSIGNMENT.fullmatch, rest[: start - 1])):
+            command.environment[match[1]] = match[2]
+            command.in_front.append(match[1])
     _add_words(command, rest[start:])
     return command
 

@@ -20,11 +20,15 @@ def correction_rules(sheet: Sheet) -> None:
     bypass = f"{GROUP}.bypass_mode"
     if sheet.flag(bypass):
         sheet.set("algorithm.proximal", "sampler", bypass)
+        mode = sheet.text(f"{ACTOR}.policy_loss.loss_mode")
+        if mode not in ("", "vanilla"):
+            sheet.warn(bypass, f"verl computes PPO's clipped loss with it, whatever loss_mode says; here it is {mode}")
     weighs = _weights(sheet)
     rejects = _rejection(sheet)
-    for key in (weighs, rejects):
-        if key and sheet.flag(bypass):
-            sheet.refuse(key, "with bypass_mode the ratio is to the sampler itself, and no gap is left; set it to null")
+    if rejects and sheet.flag(bypass):
+        sheet.refuse(rejects, "with bypass_mode the ratio is to the sampler itself, and no gap is left; set it to null")
+    if weighs and sheet.flag(bypass):
+        _leave_unweighed(sheet)
     if sheet.flag(f"{GROUP}.use_policy_gradient") or sheet.text(f"{GROUP}.loss_type") not in ("", "ppo_clip"):
         key = f"{GROUP}.use_policy_gradient" if sheet.flag(f"{GROUP}.use_policy_gradient") else f"{GROUP}.loss_type"
         sheet.refuse(key, "the loss is chosen by actor.policy_loss.loss_mode; leave this out, and set that to gpg")
@@ -35,6 +39,18 @@ def correction_rules(sheet: Sheet) -> None:
     why = f"it belongs to {refused[0]}, which is refused" if refused else "no correction that is on uses it"
     names = [key for key in sheet.given.entries if key.startswith((f"{GROUP}.", "algorithm.rollout_is"))]
     sheet.ignore(why, *names, f"{ACTOR}.tis_imp_ratio_cap")
+
+
+def _leave_unweighed(sheet: Sheet) -> None:
+    """With ``bypass_mode`` the ratio of the clipped loss is the whole correction, in verl too: weights are only measured."""
+    for path in [path for path in sheet.settings if path.startswith(f"{_OURS}.")]:
+        if not path.startswith(f"{_OURS}.reject"):
+            del sheet.settings[path]
+    keys = [key for key, paths in sheet.translated.items() if all(path.startswith(_OURS) for path in paths)]
+    for key in keys:
+        del sheet.translated[key]
+    why = "with bypass_mode the clipped ratio to the sampler corrects, and weights are not applied, in verl either"
+    sheet.ignore(why, *keys)
 
 
 def _is_on(sheet: Sheet, key: str) -> bool:
@@ -88,6 +104,9 @@ def _rejection(sheet: Sheet) -> str:
     if not _is_on(sheet, key):
         return ""
     name = _EARLIER.get(sheet.text(key), sheet.text(key))
+    if "," in name:
+        sheet.refuse(key, f"one rejection is offered at a time; set it to one of {name.replace(',', ', ')}")
+        return key
     level, _, measure = name.rpartition("_")
     if level not in _LEVELS or measure not in ("k1", "k2", "k3"):
         known = ", ".join(f"{one}_{of}" for one in _LEVELS for of in ("k1", "k2", "k3"))

@@ -90,6 +90,10 @@ def model_rules(sheet: Sheet, model: str = MODEL) -> None:
     _overrides(sheet, f"{model}.override_config")
 
 
+_ADAPTERS = {"lora_A_init_method": ("kaiming", "xavier"), "lora_B_init_method": ("zero",)}
+"""How adapters begin: peft's own way, which is near each of these."""
+
+
 def _adapters(sheet: Sheet, model: str) -> None:
     rank_key, alpha_key, modules_key = (f"{model}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules"))
     more = [key for key in sheet.given.entries if key.startswith(f"{model}.lora.")]
@@ -108,7 +112,7 @@ def _adapters(sheet: Sheet, model: str) -> None:
         name = key.rpartition(".")[2]
         if name in harmless or name.startswith("freeze_") or not sheet.has(key):
             sheet.ignore("the base is frozen and adapters are peft's own", key)
-        elif name != "dropout" and sheet.value(key) not in ([], "xavier", "zero"):
+        elif name != "dropout" and sheet.value(key) not in _ADAPTERS.get(name, ([],)):
             sheet.refuse(key, f"adapters have no such choice here; use {modules_key} and {rank_key}")
         sheet.ignore("as adapters are made here", key) if name != "dropout" else None
     if sheet.value(f"{model}.exclude_modules"):
@@ -127,7 +131,7 @@ def _overrides(sheet: Sheet, group: str) -> None:
     for key in [key for key in sheet.given.entries if key.startswith(f"{group}.") and key != attention]:
         if key.endswith("freeze_moe_router"):
             continue
-        if sheet.has(key):
+        if sheet.has(key) and not ("drop" in key and sheet.value(key) == 0):
             name = key.removeprefix(f"{group}.")
             sheet.refuse(key, f"config.json is read as it is; write {name} into a copy of the model's folder")
         sheet.ignore("it changes nothing", key)

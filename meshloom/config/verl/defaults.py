@@ -159,10 +159,13 @@ SFT_DEFAULTS: Mapping[str, Any] = {
 }
 """``verl.trainer.sft_trainer``."""
 
+_DAPO = {"reward.reward_manager.name": "dapo", "trainer.project_name": "verl-dapo"}
 ENTRIES = {
     "verl.trainer.main_ppo": ("rl", {}),
     "verl.trainer.main_ppo_v0": ("rl", {}),
     "verl.trainer.main_ppo_sync": ("rl", {}),
+    "recipe.dapo.main_dapo": ("rl", _DAPO),
+    "recipe.dapo.src.main_dapo": ("rl", _DAPO),
     "verl.trainer.sft_trainer": ("sft", {}),
     "verl.trainer.sft_trainer_ray": ("sft", {}),
     "verl.trainer.fsdp_sft_trainer": (
@@ -197,6 +200,5 @@ OTHER_ENTRIES = {
     "main_generation": "it only generates; `meshloom eval` generates and scores, and keeps the samples",
     "main_generation_server": "it only generates; `meshloom eval` generates and scores, and keeps the samples",
     "model_merger": "checkpoints are exported with `meshloom export`",
-    "main_dapo": "it drops groups without spread and generates more, which is not here; for the rest use main_ppo",
 }
 """Other programs of verl, by the end of their name, and what to do instead."""

@@ -18,6 +18,7 @@ from meshloom.config.verl.known import KnownKeys
 from meshloom.config.verl.values import read_value
 
 _OLD_NAMES = (
+    (r"(?:reward_model|custom_reward_function)\.overlong_buffer\.(.+)", r"reward.reward_kwargs.overlong_buffer_cfg.\1"),
     (r"custom_reward_function\.reward_kwargs(.*)", r"reward.custom_reward_function.reward_kwargs\1"),
     (r"custom_reward_function\.(.+)", r"reward.custom_reward_function.\1"),
     (r"reward_model\.reward_manager|reward_manager\.name", "reward.reward_manager.name"),
@@ -26,8 +27,8 @@ _OLD_NAMES = (
     (r"reward_model\.(num_workers|sandbox_fusion\..+)", r"reward.\1"),
     (r"sandbox_fusion\.(.+)", r"reward.sandbox_fusion.\1"),
     (r"reward_model\.(enable|enable_resource_pool|n_gpus_per_node|nnodes)", r"reward.reward_model.\1"),
-    (r"reward_model\.rollout(.*)", r"reward.reward_model.rollout\1"),
-    (r"reward_model\.model\.path", "reward.reward_model.model_path"),
+    (r"reward_model\.(?:rollout|inference)(.*)", r"reward.reward_model.rollout\1"),
+    (r"reward_model\.model(?:\.|_)path", "reward.reward_model.model_path"),
     (r"(actor_rollout_ref\.actor|critic)\.(?:optim\.)?grad_clip", r"\1.optim.clip_grad"),
     (r"optim\.grad_clip", "optim.clip_grad"),
     (r"optim\.warmup_steps_ratio", "optim.lr_warmup_steps_ratio"),

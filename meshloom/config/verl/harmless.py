@@ -153,7 +153,8 @@ HARMLESS: tuple[tuple[str, str], ...] = (
     ("trainer.v1.*", "generation and training take turns"),
     ("reward_model.launch_reward_fn_async", "rewards are always computed beside generation"),
     ("reward.reward_kwargs", "it is empty"),
-    ("engine.*", "fine-tuning runs on one device with kernels of its own"),
+    ("engine.*", "it is about how an engine of verl's keeps and computes the model"),
+    ("model", "verl has one such group"),
     ("optim", "AdamW, on float32 master weights"),
     ("data.prompt_key", "rows are chats"),
     ("data.*_dict_keys", "rows are chats"),
@@ -217,6 +218,13 @@ ONLY: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "the router is trained too",
         "every weight is trained, the router too; set it to False, or train adapters",
     ),
+    ("engine.enable_fp8", _NULL, "it is off", "training computes in bfloat16 or float32; set it to False"),
+    (
+        "engine.backend_config.fake_*",
+        (None, False, 0, 0.0),
+        "it is off",
+        "experts are chosen by the router alone; leave it out",
+    ),
     ("*.qat.enable", _NULL, "nothing is quantised", "quantised training is not offered; set it to False"),
     (
         "*.router_replay.mode",
@@ -241,11 +249,15 @@ _TRANSFORMER_SAME = (
     "moe_enable_deepep", "moe_shared_expert_overlap", "num_layers_in_*_pipeline_stage", "account_for_*_in_pipeline_split",
     "context_parallel_algo", "cuda_graph*", "enable_cuda_graph", "tp_comm_overlap", "moe_router_dtype", "pipeline_dtype",
     "moe_pad_expert_input_to_capacity", "moe_flex_dispatcher_backend", "cpu_offloading*", "batch_p2p_comm", "swap_*",
+    "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage", "cp_partition_mode", "context_parallel_size",
+    "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "variable_seq_lengths", "overlap_*", "tp_comm_*",
+    "delay_wgrad_compute", "distribute_saved_activations", "use_cpu_initialization",
 )  # fmt: skip
 """Arguments of Megatron's transformer that are about speed, memory and where layers are."""
 _TRANSFORMER_ZERO = {
     "moe_aux_loss_coeff": "no loss for the balance of experts is added",
     "moe_z_loss_coeff": "no loss for the router's logits is added",
+    "dsa_indexer_loss_coeff": "no loss for what attention looks at is added",
     "moe_router_bias_update_rate": "the router's bias is not moved",
     "attention_dropout": "there is no dropout",
     "hidden_dropout": "there is no dropout",
@@ -289,6 +301,8 @@ def _transformer(sheet: Sheet, key: str) -> None:
         if value and sheet.value(f"{key.rpartition('.')[0]}.moe_router_bias_update_rate") != 0:
             sheet.refuse(key, "the router's bias is not moved here; set moe_router_bias_update_rate to 0 as well")
         sheet.ignore("the router's bias is what the model's folder holds", key)
+    elif name.startswith(("fp8", "fp4")) and value:
+        sheet.refuse(key, "training computes in bfloat16 or float32; leave it out")
     elif any(fnmatchcase(name, pattern) for pattern in _TRANSFORMER_SAME) or value in (None, {}):
         sheet.ignore("it is about how Megatron computes, not about what", key)
     else:

@@ -44,7 +44,9 @@ class KnownKeys:
         near = [siblings[name] for name in difflib.get_close_matches(last, siblings, n=count, cutoff=0.7)]
         same = sorted(known for known in self.closed if known.rpartition(".")[2] == last)
         same.sort(key=lambda known: -difflib.SequenceMatcher(None, key, known).ratio())
-        found = [*near, *same] or difflib.get_close_matches(key, self.closed, n=count, cutoff=0.6)
+        far = difflib.get_close_matches(key, self.closed, n=count, cutoff=0.6)
+        far = [one for one in far if difflib.SequenceMatcher(None, last, one.rpartition(".")[2]).ratio() > 0.7]
+        found = [*near, *same] or far
         return list(dict.fromkeys(found))[:count]
 
 

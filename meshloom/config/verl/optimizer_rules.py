@@ -7,7 +7,11 @@ from meshloom.config.verl.sheet import Sheet
 
 _SHAPES = {"megatron": "lr_decay_style", "torchtitan": "decay_type"}
 _FLOORS = {"megatron": "min_lr", "torchtitan": "min_lr_factor", "veomni": "lr_min"}
-DEFAULT_SHAPES = {"veomni": ("lr_scheduler_type", "cosine"), "torchtitan": ("decay_type", "linear")}
+DEFAULT_SHAPES = {
+    "automodel": ("lr_scheduler_type", "cosine"),
+    "veomni": ("lr_scheduler_type", "cosine"),
+    "torchtitan": ("decay_type", "linear"),
+}
 """Key and value of the schedule, for engines whose default is not a constant rate."""
 
 
@@ -116,15 +120,20 @@ _DETAILS = {
     "main_grads_dtype": "gradients are float32, which is at least as exact",
     "exp_avg_dtype": "moments are float32, which is at least as exact",
     "exp_avg_sq_dtype": "moments are float32, which is at least as exact",
+    "master_weights": "master weights are always float32",
+    "master_weight_dtype": "master weights are always float32",
+    "store_param_remainders": "master weights are always float32",
     "lr_wsd_decay_style": "the schedule has no such part",
     "lr_wsd_decay_steps": "the schedule has no such part",
 }
 _MUST_BE = {
     "lr_warmup_init": (0, "the rate rises from 0"),
     "lr_start": (0, "the rate rises from 0"),
+    "init_lr_ratio": (0, "the rate rises from 0"),
     "lr_decay_steps": (None, "the rate falls over the whole run"),
     "lr_decay_ratio": (1, "the rate falls over the whole run"),
     "weight_decay_incr_style": ("constant", "weight decay is constant"),
+    "wd_incr_style": ("constant", "weight decay is constant"),
 }
 OFFLOADS = ("optimizer_cpu_offload", "optimizer_offload_fraction")
 """Arguments of Megatron's optimizer that the rules of offload read."""

@@ -56,6 +56,13 @@ ENGINES = {
         sequence="veomni.ulysses_parallel_size",
         experts=("veomni.expert_parallel_size",),
     ),
+    "automodel": Names(
+        block="automodel",
+        tensor="automodel.tp_size",
+        pipeline="automodel.pp_size",
+        sequence="automodel.cp_size",
+        experts=("automodel.ep_size",),
+    ),
     "torchtitan": Names(
         block="torchtitan",
         fsdp_size="torchtitan.data_parallel_shard_size",
@@ -67,7 +74,7 @@ ENGINES = {
 }
 """verl's training engines."""
 
-BLOCKS = ("fsdp_config", "megatron", "veomni", "torchtitan")
+BLOCKS = ("fsdp_config", "megatron", "veomni", "torchtitan", "automodel")
 
 
 def engine_of(sheet: Sheet, role: str) -> str:

@@ -171,6 +171,13 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "it is off",
         "experts chosen while sampling are not replayed; set it to False",
     ),
+    "enable_expert_parallel": (
+        (False, None),
+        "it is off",
+        "experts are not spread over devices while generating; set it to False",
+    ),
+    "moe_ep_size": ((1, None), "it is 1", "experts are not spread over devices while generating; set it to 1"),
+    "moe_tp_size": ((1, None), "it is 1", "experts are cut as all layers are; set it to 1"),
     "skip_rollout": ((False, None), "it is off", "samples are always generated; set it to False"),
     "nnodes": (
         (0, None),

@@ -4,10 +4,10 @@ Owns: their meaning here. Always holds: what changes which tokens are learned is
 """
 
 from meshloom.config.verl.data_rules import model_rules
-from meshloom.config.verl.optimizer_rules import optimizer_rules
+from meshloom.config.verl.optimizer_rules import DEFAULT_SHAPES, optimizer_rules
 from meshloom.config.verl.parallel_rules import ENGINES, Names, expert_rule
 from meshloom.config.verl.sheet import Sheet
-from meshloom.config.verl.trainer_rules import known_steps, trainer_rules
+from meshloom.config.verl.trainer_rules import known_steps, steps_of_epoch, trainer_rules
 
 _CUTS = ("fsdp_size", "tensor", "pipeline", "stages_per_device", "sequence")
 
@@ -26,13 +26,26 @@ def sft_rules(sheet: Sheet, num_rows: int | None, where: str) -> None:
     _batch(sheet)
     steps = known_steps(sheet, num_rows)
     engine = sheet.text("engine.strategy") or sheet.text("engine") or "fsdp"
+    _optimizer_defaults(sheet, engine)
     optimizer_rules(sheet, "optim", engine, updates_per_step=1, steps=steps)
     _devices(sheet, where)
     sheet.set("seed", sheet.whole("trainer.seed"), "trainer.seed")
-    trainer_rules(sheet)
+    trainer_rules(sheet, steps_of_epoch(sheet, num_rows))
     for path in [path for path in sheet.settings if path.startswith("validation.")]:
         del sheet.settings[path]
     _no_validation(sheet)
+
+
+def _optimizer_defaults(sheet: Sheet, engine: str) -> None:
+    """The defaults of the group that ``optim=…`` chooses, else of the engine's."""
+    group = sheet.text("optim") if sheet.text("optim") in ENGINES else engine
+    if group in DEFAULT_SHAPES:
+        name, shape = DEFAULT_SHAPES[group]
+        sheet.defaults = {**sheet.defaults, f"optim.{name}": shape}
+    if group == "automodel":
+        sheet.defaults = {**sheet.defaults, "optim.lr": 1e-5, "optim.min_lr_ratio": 0.01}
+        if not sheet.has("optim.init_lr_ratio"):
+            sheet.warn("optim.init_lr_ratio", "the rate rises from 0 here, and from a tenth of it there")
 
 
 def _data(sheet: Sheet) -> None:
@@ -82,7 +95,8 @@ def _unused_columns(sheet: Sheet) -> None:
 
 
 def _precision(sheet: Sheet) -> None:
-    given = [key for key in ("engine.dtype", "engine.mixed_precision.param_dtype") if sheet.has(key)]
+    keys = ("engine.dtype", "engine.mixed_precision.param_dtype", "engine.mp_param_dtype")
+    given = [key for key in keys if sheet.has(key)]
     names = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
     sheet.set("model.dtype", "auto")
     for key in given:

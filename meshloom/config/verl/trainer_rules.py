@@ -7,11 +7,17 @@ from meshloom.config.verl.sheet import Sheet
 
 ALL_CHECKPOINTS = 1_000_000
 """More checkpoints than a run writes: verl keeps all of them by default."""
+EACH_EPOCH = "after_each_epoch"
+"""verl's word in place of a number of steps, in fine-tuning alone."""
 _LOGGERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 
 
-def trainer_rules(sheet: Sheet) -> None:
-    """Everything under ``trainer`` that one loop reads, but for devices."""
+def trainer_rules(sheet: Sheet, steps_of_epoch: int | None = None) -> None:
+    """Everything under ``trainer`` that one loop reads, but for devices.
+
+    Args:
+        steps_of_epoch: of fine-tuning, as far as known.
+    """
     _length(sheet)
     folder = "trainer.default_local_dir"
     names = () if folder in sheet.given.entries else ("trainer.project_name", "trainer.experiment_name")
@@ -19,7 +25,7 @@ def trainer_rules(sheet: Sheet) -> None:
     sheet.set("logging.project", sheet.text("trainer.project_name"), "trainer.project_name")
     sheet.ignore("a run is told apart by its folder", "trainer.experiment_name")
     _loggers(sheet)
-    _checkpoints(sheet)
+    _checkpoints(sheet, steps_of_epoch)
     _validation(sheet)
     _loop(sheet)
 
@@ -52,15 +58,24 @@ def _loggers(sheet: Sheet) -> None:
         sheet.warn(key, text)
 
 
-def _checkpoints(sheet: Sheet) -> None:
-    every = sheet.whole("trainer.save_freq")
+def _checkpoints(sheet: Sheet, steps_of_epoch: int | None) -> None:
+    is_sft, saves = "algorithm.gamma" not in sheet.defaults, "trainer.save_freq"
+    if is_sft and sheet.value(saves) == EACH_EPOCH:
+        every = steps_of_epoch
+        if every is None:
+            text = (
+                "how many steps an epoch has is not known, so only the last step is saved; set checkpoint.every_steps"
+            )
+            sheet.warn(saves, text)
+    else:
+        every = sheet.whole(saves)
     sheet.set("checkpoint.every_steps", every if every and every > 0 else 0, "trainer.save_freq")
     key, one = "trainer.max_actor_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save"
     key = "trainer.max_ckpt_to_keep" if "trainer.max_ckpt_to_keep" in sheet.defaults else key
     most = 1 if sheet.flag(one) else sheet.whole(key)
     sheet.set("checkpoint.keep_last", most if most and most > 0 else ALL_CHECKPOINTS, key, one)
     sheet.set("checkpoint.keep_best", 0)
-    group = "actor_rollout_ref.actor.checkpoint" if "algorithm.gamma" in sheet.defaults else "checkpoint"
+    group = "checkpoint" if is_sft else "actor_rollout_ref.actor.checkpoint"
     sheet.set("checkpoint.asynchronous", sheet.flag(f"{group}.async_save"), f"{group}.async_save")
     reason = "a checkpoint holds everything that a run goes on from; `meshloom export` writes a Hugging Face folder"
     names = [key for key in sheet.open() if key.startswith(f"{group}.")]
@@ -82,8 +97,9 @@ def _resume(sheet: Sheet) -> None:
 
 
 def _validation(sheet: Sheet) -> None:
-    every = sheet.whole("trainer.test_freq")
-    sheet.set("validation.every_steps", every if every and every > 0 else 0, "trainer.test_freq")
+    if "algorithm.gamma" in sheet.defaults or sheet.value("trainer.test_freq") != EACH_EPOCH:
+        every = sheet.whole("trainer.test_freq")
+        sheet.set("validation.every_steps", every if every and every > 0 else 0, "trainer.test_freq")
     if "trainer.val_before_train" in sheet.defaults:
         sheet.set("validation.before_training", sheet.flag("trainer.val_before_train"), "trainer.val_before_train")
     if sheet.flag("trainer.val_only"):
@@ -109,6 +125,11 @@ def _loop(sheet: Sheet) -> None:
     sheet.ignore("there is none", callback)
 
 
+def steps_of_epoch(sheet: Sheet, num_rows: int | None) -> int | None:
+    """Steps of one pass over the rows, if they can be counted."""
+    return None if num_rows is None else num_rows // (sheet.whole("data.train_batch_size") or 1)
+
+
 def known_steps(sheet: Sheet, num_prompts: int | None) -> int | None:
     """Steps of the whole run, if they are given or can be counted.
 
@@ -119,5 +140,4 @@ def known_steps(sheet: Sheet, num_prompts: int | None) -> int | None:
     steps = sheet.whole("trainer.total_training_steps")
     if steps is not None or num_prompts is None:
         return steps
-    each = sheet.whole("data.train_batch_size") or 1
-    return num_prompts // each * (sheet.whole("trainer.total_epochs") or 1)
+    return (steps_of_epoch(sheet, num_prompts) or 0) * (sheet.whole("trainer.total_epochs") or 1)

@@ -188,6 +188,9 @@ def _configuration(command: Command, given: Given, refused: dict[str, str]) -> d
         script = word.endswith(".sh")
         fix = f'give the text of a script: --verl -- "$(cat {word})"' if script else "leave it out"
         refused[word] = f"this is neither an override a.b=value nor an option of verl; {fix}"
+    for word in command.lost:
+        text = "it stands behind the line that ends the command, so a shell does not pass it on"
+        refused[word.partition("=")[0].lstrip("+~")] = f"{text}; end the line before it with \\, or leave it out"
     numbers = {"--nnodes": "trainer.nnodes", "--nproc-per-node": "trainer.n_gpus_per_node"}
     for option, key in numbers.items():
         if (value := command.launcher.get(option, "")).isdigit():

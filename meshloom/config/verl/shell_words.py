@@ -1,0 +1,292 @@
+"""What bash makes of a piece of text: quotes, variables, defaults, arrays, arithmetic.
+
+Owns: words and their values, without running anything. Refuses to know: which statements run (``script``), what a verl command
+is. Always holds: what has no value here is kept as it stands, so that it can be named; nothing is looked up outside the text.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+
+_CLOSING = {"(": ")", "{": "}"}
+_NAME = re.compile(r"\w+|[@*#?$!-]")
+_PARAMETER = re.compile(r"(\w+)(?:\[([@*]|\d+)\])?(:?[-=+?]|##?|%%?|,,?|\^\^?)?(.*)", re.DOTALL)
+_ASSIGNS = re.compile(r"[A-Za-z_]\w*\+?=")
+_NO_WORDS = re.compile(r"\$[@*]|\$\{[@*][^}]*\}")
+DECLARES = ("export", "local", "declare", "readonly", "typeset")
+"""Words in front of assignments."""
+
+
+def behind(text: str, place: int) -> int:
+    """The place behind what begins at ``place``: a quoted text, a substitution, an escaped or a plain character.
+
+    Raises:
+        ValueError: if it is not closed.
+    """
+    here = text[place]
+    if here == "\\":
+        return place + 2
+    if here in "'`":
+        return _found(text, here, place + 1) + 1
+    if here == '"':
+        return _behind_quoted(text, place + 1)
+    if here == "$" and text[place + 1 : place + 2] in ("(", "{"):
+        return behind_bracket(text, place + 1)
+    return place + 1
+
+
+def behind_bracket(text: str, place: int) -> int:
+    """The place behind the bracket that closes the one at ``place``.
+
+    Raises:
+        ValueError: if none does.
+    """
+    opening, closing, depth = text[place], _CLOSING[text[place]], 0
+    while place < len(text):
+        depth += (text[place] == opening) - (text[place] == closing)
+        place = behind(text, place)
+        if not depth:
+            return place
+    raise ValueError(f"the bracket {opening} is not closed")
+
+
+def _behind_quoted(text: str, place: int) -> int:
+    while place < len(text) and text[place] != '"':
+        place = place + 1 if text[place] == "'" else behind(text, place)
+    if place >= len(text):
+        raise ValueError('a quote " is not closed')
+    return place + 1
+
+
+def _found(text: str, what: str, place: int) -> int:
+    end = text.find(what, place)
+    if end < 0:
+        raise ValueError(f"the quote {what} in front of {text[place : place + 40].strip()!r} is not closed")
+    return end
+
+
+@dataclass
+class Scope:
+    """The variables of a text.
+
+    Args:
+        variables: with a value.
+        arrays: the words of each.
+        unknown: names whose value depends on something that is not known here.
+    """
+
+    variables: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+
+    def words(self, text: str) -> list[str]:
+        """The words of a statement.
+
+        Raises:
+            ValueError: if a quote or bracket is not closed.
+        """
+        return _Words(text, self, splits=True).read()
+
+    def text(self, text: str) -> str:
+        """A text as one word, blanks included."""
+        return "".join(_Words(text, self, splits=False).read())
+
+    def substituted(self, raw: str) -> str | list[str] | None:
+        """The value of ``$A``, ``${A…}``, ``$(…)`` or ``$((…))``; words of an array; none if it has no value here."""
+        if _NO_WORDS.fullmatch(raw):
+            return []
+        if raw.startswith("$(("):
+            return self._arithmetic(raw[3:-2])
+        if raw.startswith("${"):
+            return self._parameter(raw[2:-1])
+        if raw.startswith(("$(", "`")):
+            return self._command(raw.strip("`") if raw.startswith("`") else raw[2:-1])
+        return self._value(raw[1:])
+
+    def _value(self, name: str) -> str | None:
+        if name in self.unknown:
+            return None
+        if name in self.arrays:
+            return next(iter(self.arrays[name]), "")
+        return self.variables.get(name, {"HOME": "~", "PWD": "."}.get(name))
+
+    def _array(self, name: str, index: str) -> str | list[str] | None:
+        if name in self.unknown:
+            return None
+        found = self.arrays.get(name, [])
+        if index.isdigit():
+            return found[int(index)] if int(index) < len(found) else None
+        return " ".join(found) if index == "*" else list(found)
+
+    def _parameter(self, inside: str) -> str | list[str] | None:
+        match = _PARAMETER.fullmatch(inside)
+        if match is None or (match[4] and not match[3]):
+            return None
+        name, index, sign, rest = match[1], match[2], match[3] or "", match[4]
+        value = self._array(name, index) if index else self._value(name)
+        if not sign or isinstance(value, list) or name in self.unknown:
+            return value
+        if sign[-1] in "-=":
+            return self.text(rest) if value is None or (":" in sign and not value) else value
+        if sign[-1] == "+":
+            return self.text(rest) if value else ""
+        if value is None or sign[-1] == "?":
+            return value
+        return _changed(value, sign, self.text(rest))
+
+    def _command(self, inside: str) -> str | None:
+        words = self.words(inside)
+        if words == ["pwd"]:
+            return "."
+        if len(words) == 2 and words[0] in ("basename", "dirname") and "$" not in words[1]:
+            path = PurePosixPath(words[1])
+            return path.name if words[0] == "basename" else str(path.parent)
+        return None
+
+    def _arithmetic(self, inside: str) -> str | None:
+        inside = self.text(inside)
+        names = {name: self._value(name) for name in re.findall(r"[A-Za-z_]\w*", inside)}
+        if None in names.values():
+            return None
+        text = re.sub(r"[A-Za-z_]\w*", lambda match: f"({names[match[0]]})", inside)
+        try:
+            return str(_computed(ast.parse(text.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return None
+
+
+def _changed(value: str, sign: str, pattern: str) -> str:
+    """A value in other letters, or without the end that fits a pattern."""
+    if sign[0] in ",^":
+        change = str.lower if sign[0] == "," else str.upper
+        return change(value) if len(sign) == 2 else change(value[:1]) + value[1:]
+    places = range(len(value) + 1)
+    if sign[0] == "#":
+        cuts = [place for place in places if fnmatchcase(value[:place], pattern)]
+        return value[(max(cuts) if len(sign) == 2 else min(cuts)) :] if cuts else value
+    cuts = [place for place in places if fnmatchcase(value[place:], pattern)]
+    return value[: (min(cuts) if len(sign) == 2 else max(cuts))] if cuts else value
+
+
+def _quotient(left: int, right: int) -> int:
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.Mod: lambda left, right: left - right * _quotient(left, right),
+}
+
+
+def _computed(node: ast.expr) -> int:
+    """The value of whole numbers and + - * / %.
+
+    Raises:
+        ValueError: if there is anything else.
+    """
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        return _computed(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_computed(node.left), _computed(node.right))
+    raise ValueError(f"{ast.unparse(node)} is not computed")
+
+
+class _Words:
+    """Reads words from the left.
+
+    Args:
+        splits: whether blanks end a word, and unquoted values fall apart at theirs.
+    """
+
+    def __init__(self, text: str, scope: Scope, *, splits: bool) -> None:
+        self.text, self.scope, self.splits = text, scope, splits
+        self.place, self.found = 0, list[str]()
+        self.word: str | None = None
+
+    def read(self) -> list[str]:
+        while self.place < len(self.text):
+            here = self.text[self.place]
+            if here.isspace() and self.splits:
+                self._end()
+                self.place += 1
+            elif here == "'":
+                self._add(self._taken()[1:-1])
+            elif here == '"':
+                self._quoted()
+            elif here == "\\":
+                self._add(self._taken()[1:].replace("\n", ""))
+            elif here in "$`":
+                self._substitute(quoted=False)
+            else:
+                self._add(self._taken())
+        self._end()
+        return self.found
+
+    def _taken(self) -> str:
+        start, self.place = self.place, behind(self.text, self.place)
+        return self.text[start : self.place]
+
+    def _add(self, text: str) -> None:
+        self.word = (self.word or "") + text
+
+    def _end(self) -> None:
+        if self.word is not None:
+            self.found.append(self.word)
+        self.word = None
+
+    def _quoted(self) -> None:
+        end, before, is_none = behind(self.text, self.place) - 1, self.word, False
+        self.place += 1
+        self._add("")
+        while self.place < end:
+            here = self.text[self.place]
+            if here in "$`":
+                is_none |= self._substitute(quoted=True)
+            elif here == "\\":
+                escaped = self._taken()
+                self._add("" if escaped == "\\\n" else escaped[1:] if escaped[1:] in '"$`\\' else escaped)
+            else:
+                self._add(here)
+                self.place += 1
+        self.place = end + 1
+        if is_none and before is None and not self.word:
+            self.word = None
+
+    def _substitute(self, *, quoted: bool) -> bool:
+        """Whether it stands for no words at all."""
+        raw = self._raw()
+        value = self.scope.substituted(raw)
+        if isinstance(value, list):
+            self._add_several(value)
+        elif value is None or quoted or not self.splits or self._assigns():
+            self._add(raw if value is None else value)
+        else:
+            self._add_several(value.split() if value.strip() == value else ["", *value.split(), ""])
+        return value == []
+
+    def _raw(self) -> str:
+        """The substitution at the place; a dollar alone stays a character."""
+        if self.text[self.place] == "$" and self.text[self.place + 1 : self.place + 2] not in ("(", "{"):
+            match = _NAME.match(self.text, self.place + 1)
+            start, self.place = self.place, match.end() if match else self.place + 1
+            return self.text[start : self.place]
+        return self._taken()
+
+    def _add_several(self, words: list[str]) -> None:
+        for number, word in enumerate(words):
+            self._end() if number else None
+            self._add(word) if word else None
+
+    def _assigns(self) -> bool:
+        """Whether the word is an assignment, whose value does not fall apart."""
+        before = all(_ASSIGNS.match(word) or word in DECLARES for word in self.found)
+        return before and _ASSIGNS.match(self.word or "") is not None

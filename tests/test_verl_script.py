@@ -1,0 +1,125 @@
+"""Texts of shell scripts: the words that bash would pass on, branches, and what cannot be known without running them."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from meshloom.config.errors import UserError
+from meshloom.config.verl import translate
+from meshloom.config.verl.command import read_command
+
+SCRIPTS = {
+    "arithmetic and ray": r"""
+set -xeuo pipefail
+prompt=$((1024 * 2)); response=$((1024 * 8))   # it's in tokens
+HOME_DIR=${DATA_HOME:-"${HOME}/verl"}
+CKPTS=${CKPTS_DIR:-"${HOME_DIR}/ckpts/${name:-x}"}
+FREQ=${TEST_FREQ:--1}
+echo "starting verl seed=1"
+: "$CKPTS/verl"
+ray job submit --no-wait --runtime-env=verl/trainer/runtime_env.yaml --working-dir "$CKPTS" \
+    -- python3 -m verl.trainer.main_ppo \
+    a.tokens=$(((prompt + response) * 2)) a.half=$((7 / -2)) \
+    a.logger='["console","wandb"]' a.list=['x','y'] a.freq="$FREQ" \
+    a.dir="${CKPTS}" 2>&1 | cat > /dev/null
+echo "done: verl.x=1"
+""",
+    "branches": r"""
+set -e
+USE_LORA=${USE_LORA:-1} CP=1 backend=${BACKEND:-fsdp}
+lora=()
+case "${USE_LORA}" in
+    0) LR=1e-5 ;;
+    1|2)
+        LR=${LR:-1e-4}
+        lora+=(
+            "a.rank=8"   # it's "quoted"
+            a.modules=all-linear
+        )
+        ;;
+    *) echo "got '${USE_LORA}'" >&2; exit 2 ;;
+esac
+[ "$CP" -gt 1 ] && VPP=2 || VPP=null
+[[ "$VPP" == "null" || "$VPP" == 3 ]] && EXTRA=(a.vpp=$VPP)
+if [ "$backend" = "fsdp" ]; then CONFIG="a.engine=fsdp a.strategy=$backend"
+elif [ "$backend" = "x" ]; then CONFIG="a.engine=x"
+else
+    CONFIG="a.engine=megatron"
+fi
+for v in A B; do unset "$v"; done
+cat <<EOF > /dev/null
+it's "text
+python3 -m verl.trainer.main_ppo a.b=9
+EOF
+LAUNCH=(python3)
+if [ "${VERL_USE_UV:-1}" != 0 ] && [ "${DEVICE:-gpu}" = gpu ]; then LAUNCH=(uv run --extra vllm python3); fi
+"${LAUNCH[@]}" -m verl.trainer.sft_trainer "${lora[@]}" ${CONFIG} "${EXTRA[@]}" a.lr=$LR "${none[@]}" "$@"
+""",
+    "quotes": r"""
+A=1 B="two words"
+export C=$B D="$A$A"
+MULTI="
+  a.b=1
+  a.c='q'
+"
+train="['$HOME/a.parquet', '$HOME/b.parquet']"
+path=/data/gsm8k/train.parquet; name=${path##*/}
+COMMAND="python3 -u -m verl.trainer.main_ppo"
+CUDA_VISIBLE_DEVICES=0 $COMMAND $MULTI a.train="$train" \
+  t.a="$C" t.b='$A' t.c=\'x,y\' t.d="\"q\"" t.e=$D t.g="a\
+b" t.h=${UNSET_X:-} t.i=a"b"'c' t.j=${name%.*}-${name^^}${SUFFIX:+-x} "t.l=[1, 2]"
+""",
+}
+
+
+def passed_on_by_bash(text: str, folder: Path) -> list[str]:
+    """The words of the command that bash starts, the program's name first."""
+    for program in ("python3", "ray", "uv"):
+        stub = folder / program
+        stub.write_text(f'#!/bin/bash\nprintf "%s\\0" {program} "$@" >> "{folder}/words"\n')
+        stub.chmod(0o755)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "HOME": "~"}
+    subprocess.run(["bash", "-c", text], env=environment, check=True, capture_output=True, timeout=60)
+    return (folder / "words").read_text().split("\0")[:-1]
+
+
+@pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_script_gives_the_words_that_bash_passes_on(text: str, tmp_path: Path) -> None:
+    """Sums, branches, texts of several words and of several lines were dropped or read wrongly."""
+    words = passed_on_by_bash(text, tmp_path)
+    of_bash, of_text = read_command(words), read_command([text])
+    assert (of_text.module, of_text.overrides) == (of_bash.module, of_bash.overrides)
+    assert of_text.overrides and not of_text.other and not of_text.lost
+
+
+def test_what_hangs_on_the_machine_has_no_value() -> None:
+    text = "N=4\nif nvidia-smi | grep -q H100; then N=8; fi\npython3 -m verl.trainer.main_ppo a.n=$N a.d=$(date +%d)"
+    assert read_command([text]).overrides == ["a.n=$N", "a.d=$(date +%d)"]
+    same = text.replace("N=8", "N=4")
+    assert read_command([same]).overrides[0] == "a.n=4"
+
+
+def test_a_command_within_a_command_is_read() -> None:
+    inner = "cd /verl && N=2 python3 -m verl.trainer.main_ppo data.train_batch_size=$((4 * 2))"
+    for words in (["srun", "--nodes=1", "bash", "-c", inner], [f"docker exec verl bash -lc '{inner}'"]):
+        command = read_command(words)
+        assert (command.module, command.overrides) == ("verl.trainer.main_ppo", ["data.train_batch_size=8"])
+    command = read_command(["env", "A=1", "python3", "-m", "verl.trainer.main_ppo", "a.b=1"])
+    assert command.in_front == ["A"]
+
+
+def test_overrides_that_a_shell_does_not_pass_on_are_refused() -> None:
+    """A comment between continued lines ends the command; what follows was taken all the same."""
+    text = "python3 -m verl.trainer.main_ppo \\\n algorithm.adv_estimator=grpo \\\n # seed \\\n data.seed=3\n"
+    translation = translate([text])
+    assert "does not pass it on" in translation.refused["data.seed"]
+    assert "seed" not in translation.settings
+
+
+def test_a_text_with_two_programs_is_refused_by_their_names() -> None:
+    text = "python -m verl.trainer.sft_trainer optim.lr=1\npython -m verl.trainer.main_ppo data.seed=1\n"
+    with pytest.raises(UserError, match="verl.trainer.sft_trainer, verl.trainer.main_ppo"):
+        translate([text])
+    exported = f"{text.splitlines()[1]}\npython -m verl.model_merger merge --backend fsdp\n"
+    assert translate([exported]).entry == "verl.trainer.main_ppo"
