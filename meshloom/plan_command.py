@@ -17,6 +17,7 @@ from meshloom.given import KINDS, load_given, settings_arguments, split_given, v
 if TYPE_CHECKING:
     from meshloom.config.verl import Translation
     from meshloom.plan import Plan
+    from meshloom.plan.hardware_options import HardwareOptions
     from meshloom.plan.ranking import Ranking
 
 DONE, BAD_INPUT = 0, 2
@@ -28,10 +29,9 @@ def plan_command(args: argparse.Namespace) -> int:
     from meshloom.config.kinds import kind_of
 
     kind = KINDS[args.kind] if args.kind else kind_of(*split_given(args.settings))
-    given = [*args.settings, *_hardware(args, kind)]
-    settings: TrainSettings | SftSettings | EvalSettings = load_given(kind, given)
-    if args.device_memory is not None and settings.device == "auto":
-        settings = load_given(kind, [*given, "device=cuda"])
+    hardware = _hardware(args, kind)
+    loaded: TrainSettings | SftSettings | EvalSettings = load_given(kind, [*hardware.overrides(), *args.settings])
+    settings = hardware.told(loaded)
     names = {settings_kind: name for name, settings_kind in KINDS.items()}
     _searches(args, settings)
     note = f"\nPlanned for `meshloom {names[kind]}` by its keys; --kind chooses otherwise."
@@ -41,11 +41,11 @@ def plan_command(args: argparse.Namespace) -> int:
 def _plan_verl(args: argparse.Namespace) -> int:
     from meshloom.from_verl import read_verl, settings_of, tell_without_plan, write_settings
 
-    device = ["device=cuda"] if args.device_memory is not None else []
-    native = [*device, *args.settings, *_hardware(args)]
+    hardware = _hardware(args)
+    native = [*hardware.overrides(), *args.settings]
     translation = read_verl(args.verl, native)
     try:
-        settings = settings_of(translation, native)
+        settings = hardware.told(settings_of(translation, native))
     except UserError as error:
         tell_without_plan(translation, error, as_json=args.json)
         return BAD_INPUT
@@ -158,8 +158,8 @@ def _show_plan(
     return BAD_INPUT if plan.problems else DONE
 
 
-def _hardware(args: argparse.Namespace, kind: type = TrainSettings) -> list[str]:
-    """The hardware that a plan is for, as overrides; several devices only for runs that can be spread over them."""
+def _hardware(args: argparse.Namespace, kind: type = TrainSettings) -> "HardwareOptions":
+    """The hardware that a plan is for; several devices only for runs that can be spread over them."""
     from meshloom.plan.hardware_options import HardwareOptions
 
     given = (args.nodes, args.devices_per_node, args.device_map, args.device_kind, args.constants)
@@ -178,7 +178,7 @@ def _hardware(args: argparse.Namespace, kind: type = TrainSettings) -> list[str]
         device_kind=args.device_kind,
         device_map=args.device_map,
         constants=args.constants,
-    ).overrides()
+    )
 
 
 def _number(text: str) -> int:
@@ -196,7 +196,9 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=_number, metavar="N", help="prompts of the data (default: counted)")
     parser.add_argument("--nodes", type=int, metavar="N", help="plan for so many nodes (cluster.nodes)")
     parser.add_argument("--devices-per-node", type=int, metavar="K", help="with so many devices each")
-    parser.add_argument("--device-memory", metavar="80GiB", help="and so much memory on each device")
+    parser.add_argument(
+        "--device-memory", metavar="80GiB", help="and so much memory on each device (device_memory_bytes)"
+    )
     parser.add_argument("--device-kind", metavar="h200", help="of this kind, for memory and time (cluster.device)")
     parser.add_argument("--device-map", metavar="MAP.yaml", help="devices and parallelism of each role (placement.map)")
     help_text = "constants of the cost model, from meshloom calibrate (cluster.constants)"

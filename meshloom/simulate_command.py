@@ -31,7 +31,7 @@ def simulate_command(args: argparse.Namespace) -> int:
         device_map=args.device_map,
         constants=args.constants,
     )
-    settings = load_given(TrainSettings, [*args.settings, *hardware.overrides()])
+    settings = hardware.told(load_given(TrainSettings, [*hardware.overrides(), *args.settings]))
     question = Question(
         steps=args.steps,
         lengths=args.lengths,
@@ -104,7 +104,9 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=("between", "in-flight"), default="between", help=help_text)
     parser.add_argument("--nodes", type=int, metavar="N", help="so many nodes (cluster.nodes)")
     parser.add_argument("--devices-per-node", type=int, metavar="K", help="with so many devices each")
-    parser.add_argument("--device-memory", metavar="80GiB", help="and so much memory on each device")
+    parser.add_argument(
+        "--device-memory", metavar="80GiB", help="and so much memory on each device (device_memory_bytes)"
+    )
     parser.add_argument("--device-kind", metavar="h200", help="of this kind (cluster.device)")
     parser.add_argument("--device-map", metavar="MAP.yaml", help="devices and parallelism of each role (placement.map)")
     parser.add_argument("--constants", metavar="FILE.yaml", help="constants of the cost model, from meshloom calibrate")

@@ -450,6 +450,26 @@ def test_hardware_that_is_not_here_is_noted(planned: Plan) -> None:
     assert ('"notes": [' in planned(*TRAIN, "device=cuda", "--json", code=0)) != there
 
 
+def test_options_are_told_as_they_were_given(planned: Plan) -> None:
+    """``device=cuda`` stood in messages though nobody had written it, and options as overrides that nobody had written."""
+    given = ("--device-memory", "1GiB", "--devices-per-node", "2")
+    said = planned(*TRAIN, *given)
+    assert "option --device-memory 1GiB" in said and "option --devices-per-node 2" in said
+    assert "device=cuda" not in said and "override device" not in said and "override cluster" not in said
+    assert "override device_memory_bytes=2147483648" in planned(*TRAIN, *given, "device_memory_bytes=2147483648")
+
+
+def test_a_setting_and_an_option_say_the_same_of_memory(planned: Plan) -> None:
+    """The setting counted for nothing without ``device=cuda``; both counted for nothing on a processor, and nobody said so."""
+    ways = (("--device-memory", "80GiB"), ("device_memory_bytes=85899345920",))
+    numbers = [json.loads(planned(*TRAIN, *way, "--json"))["lines"] for way in ways]
+    option, setting = ([(line["name"], line["value"]) for line in lines] for lines in numbers)
+    assert option == setting and ("memory of the GPU", 80 * 2**30) in option
+    for way in ways:
+        assert "[T008] device_memory_bytes is not used" in planned(*TRAIN, *way, "device=cpu")
+    assert "T008" not in planned(*TRAIN, "device=cpu") + planned(*TRAIN, *ways[0])
+
+
 def test_settings_of_another_command_are_told_as_such(planned: Plan) -> None:
     Path("sft.yaml").write_text(
         "run_dir: r\nmodel: {path: m}\nbatch: {samples_per_update: 4}\ndata: {train: {files: rows.jsonl}}"

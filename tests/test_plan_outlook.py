@@ -158,14 +158,52 @@ def test_the_cheapest_change_comes_first_with_its_price(tmp_path: Path) -> None:
     found = plan(path, EIGHT, "cluster.device=h100", *big)
     (problem,) = found.problems
     first, second = problem.suggestions[:2]
-    assert first == ("batch.tokens_per_microbatch=8192",)
+    assert first[0].startswith("batch.tokens_per_microbatch=") and len(first) == 1
     assert second == ("model.gradient_checkpointing=true",)
     assert "more and smaller microbatches; a step of about" in problem.fix
     assert "layers computed twice; a step of about" in problem.fix
     assert problem.what.startswith("actor: update holds ")
     assert found.value("basis") is None and "step" not in [line.name for line in found.lines]
     kinds = plan(path, EIGHT, "device=cuda", f"device_memory_bytes={2**33 * 10}", *big)
-    assert kinds.problems[0].suggestions[0] == first and "a step of" not in kinds.problems[0].fix
+    (slightly_more,) = kinds.problems[0].suggestions[0]
+    assert slightly_more.startswith("batch.tokens_per_microbatch=") and "a step of" not in kinds.problems[0].fix
+
+
+_MILDER = {
+    "batch.tokens_per_microbatch": 1,
+    "rollout.kv_cache_bytes": 2**20,
+    "rollout.vllm.gpu_memory_utilization": 0.01,
+    "cluster.devices_per_node": -1,
+    "cluster.nodes": -1,
+}
+"""What makes a suggested size one grain milder."""
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("Qwen2.5-1.5B", ["device_memory_bytes=34359738368"]),
+        ("Qwen2.5-1.5B", ["device_memory_bytes=42949672960", "rollout.kv_cache_bytes=20000000000"]),
+        ("Qwen2.5-1.5B", ["device_memory_bytes=42949672960", "rollout.engine=vllm"]),
+        ("Qwen2.5-7B", ["cluster.devices_per_node=4", "device_memory_bytes=51539607552", "rollout.engine=vllm"]),
+    ],
+)
+def test_a_suggested_size_is_the_mildest_that_is_enough(tmp_path: Path, name: str, given: list[str]) -> None:
+    """It was a half, a quarter, …, of what was given, and twice as many devices, or four times."""
+    path, given = public(tmp_path, name), ["device=cuda", *given]
+
+    def is_short(*change: str) -> bool:
+        found = plan(path, *given, *change)
+        return any(problem.code in ("M007", "M008") for problem in (*found.problems, *found.warnings))
+
+    (warning,) = (each for each in plan(path, *given).warnings if each.code == "M008")
+    sizes = [change[0].partition("=") for change in warning.suggestions if len(change) == 1]
+    sizes = [(key, float(value)) for key, _, value in sizes if key in _MILDER]
+    assert sizes
+    for key, value in sizes:
+        assert not is_short(f"{key}={value:g}" if value < 1 else f"{key}={value:.0f}")
+        milder = value + _MILDER[key]
+        assert is_short(f"{key}={milder:g}" if value < 1 else f"{key}={milder:.0f}")
 
 
 def test_changes_are_joined_where_each_helps_another_phase(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_the_plan_shows_devices_only_where_there_are_several(run: Path, capsys: 
     several = capsys.readouterr().out
     assert several.splitlines()[2] == "devices: 2 nodes, 4 devices each"
     assert "samples per device per update" in several and "microbatches per update  " not in several
-    assert "override device_memory_bytes=85899345920" in several
+    assert "option --device-memory 80GiB" in several and "override" not in several
 
 
 def test_verbose_puts_numbers_into_formulas(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,12 @@ def test_where_no_devices_of_this_kind_are_enough_others_and_shorter_responses_a
     assert found.problems[0].suggestions[0][0].startswith("device_memory_bytes=")
     long = ("rollout.max_response_tokens=4000000", "batch.tokens_per_microbatch=4000512")
     found = require_accepted(models, "Qwen2.5-0.5B", "cluster.device=h100", "cluster.devices_per_node=8", *long)
-    assert found.problems[0].suggestions[0][0] == "rollout.max_response_tokens=500000"
+    shorter, smaller = found.problems[0].suggestions[0]
+    most = int(shorter.removeprefix("rollout.max_response_tokens="))
+    assert 500_000 < most < 1_000_000 and smaller == f"batch.tokens_per_microbatch={most + 512}"
+    slightly = (f"rollout.max_response_tokens={most + 1}", f"batch.tokens_per_microbatch={most + 513}")
+    after = models.plan("Qwen2.5-0.5B", "cluster.device=h100", "cluster.devices_per_node=8", *slightly)
+    assert "M008" in [warning.code for warning in after.warnings]
 
 
 def test_updates_that_do_not_divide_a_step_are_refused_with_values_on_either_side(models: Models) -> None:

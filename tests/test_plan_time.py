@@ -107,7 +107,7 @@ def test_shared_prompts_fill_microbatches_though_they_are_computed_once() -> Non
     alone = replace(shared, packed=0)
     many, few = (update_time(actor("Qwen2.5-0.5B", 2048), done, ONE, C) for done in (shared, alone))
     assert part(many, "products") == part(few, "products")
-    assert many.seconds == pytest.approx(-(-512 * 544 // 2048) * 24 * C.pass_layer_s, rel=0.01)
+    assert many.seconds == pytest.approx(-(-512 // 3) * 24 * C.pass_layer_s, rel=0.01)
     assert few.seconds < many.seconds / 4
 
 

@@ -220,8 +220,9 @@ class RunSettings(Settings):
     device: str = "auto"
     """``auto``: the first GPU, or the processor; or ``cpu``, ``cuda``, ``cuda:1``."""
     device_memory_bytes: Count | None = None
-    """Memory of the GPU that the plan counts with. Default: what is free on it when a run begins. ``meshloom plan`` touches no
-    device, so without this it leaves open what depends on it."""
+    """Memory of each GPU that the plan counts with; ``--device-memory`` of ``plan`` and ``simulate`` is the same. Default: what
+    is free on it when a run begins. ``meshloom plan`` touches no device, so without this it leaves open what depends on it. On
+    a processor nothing counts with it."""
     model: ModelSettings
 
 

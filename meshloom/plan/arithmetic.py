@@ -46,6 +46,8 @@ class Work:
     predictions: int = 0
     pairs: int = 0
     packed: int = 0
+    samples: int = 0
+    alike: bool = False
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -53,6 +55,8 @@ class Work:
             self.predictions + other.predictions,
             self.pairs + other.pairs,
             self.packed + other.packed,
+            self.samples + other.samples,
+            self.alike and other.alike,
         )
 
     def flops(self, cost: Cost) -> float:

@@ -17,7 +17,7 @@ from meshloom.plan.compute import NotPossible, compute_ledger
 from meshloom.plan.critic_checks import critic_folder
 from meshloom.plan.decoding import engine_line
 from meshloom.plan.device_checks import check_devices, lay_out
-from meshloom.plan.device_kind import check_device_kind, with_device_kind
+from meshloom.plan.device_kind import check_device_kind, check_device_memory, with_device_kind
 from meshloom.plan.engines import check_engine_settings
 from meshloom.plan.generated import generation_lines
 from meshloom.plan.group_checks import check_groups
@@ -130,6 +130,7 @@ def build_plan(
     laid_out = _lay_out(settings, folder, num_prompts)
     settings, found, outlook = laid_out.settings, laid_out.found, None
     check_engine_settings(found, settings)
+    check_device_memory(found, settings)
     critic = _check_roles(found, settings, folder)
     lines = [*check_inputs(found, settings), *_batch_lines(settings, num_prompts, laid_out)]
     recompute = settings.model.gradient_checkpointing is True

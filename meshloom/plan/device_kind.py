@@ -4,14 +4,14 @@ Owns: what follows of a kind for the settings, and what is wrong with either. Re
 Always holds: what the settings give, and what was found on a device, count before what its kind says.
 
 Codes: T004 an unknown kind of device, T005 a kind that nothing uses, T006 constants that cannot be read, T007 constants that
-nothing uses or of another kind of device.
+nothing uses or of another kind of device, T008 memory of a GPU where there is none.
 """
 
 import difflib
 from typing import TypeVar
 
 from meshloom.config.errors import UserError
-from meshloom.config.settings import SftSettings, TrainSettings
+from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.constants_file import GivenConstants, read_constants
 from meshloom.plan.faults import with_values
 from meshloom.plan.findings import Findings
@@ -55,6 +55,18 @@ def check_device_kind(found: Findings, settings: TrainSettings | SftSettings) ->
         found.refuse("T004", KIND, what, fix=f"{fix}; or leave it out and give device_memory_bytes")
     elif not on_gpu(settings.device):
         found.warn("T005", KIND, f"{KIND} is not used, as device is {settings.device}", fix="set device=cuda")
+
+
+def check_device_memory(found: Findings, settings: TrainSettings | SftSettings | EvalSettings) -> None:
+    """Warn of memory that nothing counts with, as the run is on the processor."""
+    path = "device_memory_bytes"
+    if settings.device_memory_bytes is None or on_gpu(settings.device):
+        return
+    why = f"device is {settings.device} ({settings.provenance.of('device')})"
+    if settings.device == "auto":
+        why += ", and this machine has no GPU"
+    what = f"{path} is not used: it is the memory of a GPU, and the run is on the processor"
+    found.warn("T008", path, what, why=why, fix=f"set device=cuda, or leave {path} out")
 
 
 def _check_constants(found: Findings, settings: TrainSettings | SftSettings) -> None:

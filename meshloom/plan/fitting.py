@@ -193,11 +193,11 @@ def changes_that_fit(before: Look, group: Group) -> tuple[Suggestion, ...]:
         group: of its devices that lack memory.
     """
     search, ways = _Search(before, group.roles), tuple(steps(before, group))
-    more = Step(price="more devices", changes=tuple(more_devices(before)))
+    more = more_devices(before)
     found = list(search.alone(ways)) or list(search.together(ways))
-    alone = list(search.alone([more]))
+    alone = list(search.alone(more))[:1]
     # Fewer devices may be enough where other changes are made too.
-    found = [*(found or search.together([*ways, more])), *alone]
+    found = [*(found or search.together([*ways, *more])), *alone]
     found = found or [*_shorter(search, ways), *_elsewhere(before)]
     found = list({each.change: each for each in found}.values())
     return tuple(found[:_SUGGESTIONS])
@@ -206,7 +206,7 @@ def changes_that_fit(before: Look, group: Group) -> tuple[Suggestion, ...]:
 def _shorter(search: "_Search", ways: tuple[Step, ...]) -> Iterator[Suggestion]:
     """Shorter responses, where nothing else is enough."""
     settings = search.before.settings
-    step = Step(price="shorter responses", changes=tuple(responses(settings)))
+    step = responses(settings)
     yield from list(search.alone([step])) or search.together([*ways, step])
 
 
@@ -237,8 +237,8 @@ def _after(before: Look, change: Change, price: str) -> Iterator[Suggestion]:
         yield Suggestion(change=overrides(change), price=price)
         return
     search, ways = _Search(there, lacking[0].roles), tuple(steps(there, lacking[0]))
-    more = Step(price="more devices", changes=tuple(more_devices(there)))
-    found = list(search.alone(ways))[:1] or list(search.together(ways)) or list(search.together([*ways, more]))
+    more = more_devices(there)
+    found = list(search.alone(ways))[:1] or list(search.together(ways)) or list(search.together([*ways, *more]))
     for each in found:
         yield Suggestion(change=(*overrides(change), *each.change), price=f"{price}; {each.price}")
 
@@ -272,7 +272,7 @@ class _Search:
         """The mildest change of each step that is enough by itself."""
         for step in steps:
             if (change := next(filter(self.fits, step.changes), None)) is not None:
-                yield self.suggestion(change, [step])
+                yield self.suggestion(step.mildest(change, self.fits), [step])
 
     def together(self, steps: Iterable[Step]) -> Iterator[Suggestion]:
         """One change of several steps, each as far as it helps, without those that turn out not to be needed. Steps that do not
@@ -299,9 +299,17 @@ class _Search:
                 made = rest
         for step, _ in tuple(made):
             others = [other for other in made if other[0] is not step]
-            milder = (change for change in step.changes if self.fits(_joined([*others, (step, change)])))
-            made = [(step, next(milder)) if other[0] is step else other for other in made]
+            milder = self._mildest(step, others)
+            made = [(step, milder) if other[0] is step else other for other in made]
         yield self.suggestion(_joined(made), [step for step, _ in made])
+
+    def _mildest(self, step: Step, others: list[tuple[Step, Change]]) -> Change:
+        """The mildest change of a step that is enough with those of others; one of its changes is."""
+
+        def is_enough(change: Change) -> bool:
+            return self.fits(_joined([*others, (step, change)]))
+
+        return step.mildest(next(filter(is_enough, step.changes)), is_enough)
 
     def suggestion(self, change: Change, steps: Iterable[Step]) -> Suggestion:
         after = self.look(change)

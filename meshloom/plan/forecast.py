@@ -36,6 +36,7 @@ from meshloom.plan.time import (
     update_time,
 )
 from meshloom.plan.topology import DeviceSet
+from meshloom.plan.training_time import microbatches
 from meshloom.plan.turns import later_turns
 
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -55,12 +56,13 @@ class Lengths:
         longest = settings.rollout.max_response_tokens
         return cls(prompt=settings.data.max_prompt_tokens, response=longest, longest=longest)
 
-    def work(self, samples: int, group: int) -> Work:
+    def work(self, samples: int, group: float) -> Work:
         """What a pass computes of samples, each group of which shares its prompt."""
         pairs = samples * (self.prompt**2 / 2 / group + self.response * self.prompt + self.response**2 / 2)
         tokens = samples * (self.response + self.prompt / group)
         packed = samples * (self.prompt + self.response)
-        return Work(round(tokens), round(samples * self.response), round(pairs), round(packed))
+        alike = self.response == self.longest
+        return Work(round(tokens), round(samples * self.response), round(pairs), round(packed), samples, alike)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +271,7 @@ def phase_times(
     """What each role does in a step, in the order of the phases."""
     batch = settings.batch
     samples = batch.prompts_per_step * batch.samples_per_prompt
-    work = lengths.work(samples, batch.samples_per_prompt)
+    updates = updates_per_step(settings) or 1
     rollout = layout.role(Role.ROLLOUT)
     if engine is not None and rollout is not None and settings.rollout.from_samples is None:
         prompts = ceil_div(prompts_at_once(settings), rollout.replicas)
@@ -285,14 +287,33 @@ def phase_times(
     for phase in (Phase.LOGPROB, Phase.VALUES):
         for role in models.values():
             if phase in role.computes:
-                yield forward_time(role, work, cluster, constants, phase)
-    passes = lengths.work(samples * batch.epochs_per_step, batch.samples_per_prompt)
+                yield forward_time(role, work_of_role(role, lengths, samples), cluster, constants, phase)
     for role in models.values():
         if role.is_trained:
-            yield update_time(role, passes, cluster, constants, updates=updates_per_step(settings) or 1)
+            work = work_of_role(role, lengths, samples * batch.epochs_per_step, updates=updates)
+            yield update_time(role, work, cluster, constants, updates=updates)
     if engine is not None and rollout is not None and Role.ACTOR in models:
         apart = not share_devices(rollout, layout.role(Role.ACTOR))
         yield movement_time(engine, models[Role.ACTOR], cluster, constants, apart=apart)
+
+
+def work_of_role(role: ModelRole, lengths: Lengths, samples: int, *, updates: int = 1) -> Work:
+    """What a role's passes compute of samples. A prompt is computed in each microbatch that has samples of it: those of a group
+    are in one where they fit; under a bound on samples they are dealt out one by one.
+
+    Args:
+        role: whose microbatches they are in.
+        lengths: of the samples.
+        samples: of all passes.
+        updates: into which they are cut evenly.
+    """
+    work = lengths.work(samples, role.group)
+    if role.samples is not None:
+        parts = min(role.group, microbatches(role, work, updates=updates) // updates)
+    else:
+        fitting = max(1, int((role.bound or role.tokens) // (lengths.prompt + lengths.response)))
+        parts = ceil_div(role.group, fitting)
+    return work if parts == 1 else lengths.work(samples, role.group / parts)
 
 
 def scoring(

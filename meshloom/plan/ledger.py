@@ -115,13 +115,34 @@ def most_computed_tokens(settings: TrainSettings | SftSettings, tokens: int) -> 
     return groups * (min(prompt, tokens // (groups * group) - response) + group * response)
 
 
-def most_microbatches(samples: int, longest: int, tokens: int, samples_bound: int | None) -> int:
+def most_microbatches(samples: int, longest: int, tokens: int, samples_bound: int | None, group: int = 1) -> int:
     """Bound on the microbatches of an update: as if every sample were the longest.
 
-    Packing adds a microbatch only when none has room, and one without room holds at least ``tokens // longest`` samples.
+    Packing adds a microbatch only when none has room, and samples that begin with the same prompt stay together as far as they
+    fit: what a microbatch has no room for is the rest of a group, or a whole one. Under a bound on samples each stands alone.
+
+    Args:
+        samples: of the update, on one replica.
+        longest: tokens of the longest.
+        tokens: that bound a microbatch.
+        samples_bound: further bound; none: there is none.
+        group: samples of a prompt.
     """
     fitting = max(1, tokens // longest)
-    return -(-samples // min(fitting, samples_bound or fitting))
+    if samples_bound is not None or group == 1:
+        return -(-samples // min(fitting, samples_bound or fitting))
+    groups, rest = divmod(samples, group)
+    count = 0
+    for many, size in ((groups, group), (1, rest)):
+        count += many * (size // fitting)
+        if left := size % fitting:
+            count += -(-many // (fitting // left))
+    return count
+
+
+def packed_groups(settings: TrainSettings | SftSettings) -> int:
+    """Samples that begin with the same prompt, which stay together in microbatches."""
+    return 1 if isinstance(settings, SftSettings) else settings.batch.samples_per_prompt
 
 
 def batch_ledger(
@@ -256,9 +277,13 @@ def _microbatch_lines(lines: _Lines, settings: TrainSettings | SftSettings) -> N
     lines.derived(
         MICROBATCHES,
         most_microbatches(
-            samples_per_update(settings), longest, batch.tokens_per_microbatch, batch.samples_per_microbatch
+            samples_per_update(settings),
+            longest,
+            batch.tokens_per_microbatch,
+            batch.samples_per_microbatch,
+            packed_groups(settings),
         ),
-        "at most: ⌈samples per update ÷ longest samples that fit⌉; never changes the result",
+        "at most: ⌈samples per update ÷ longest samples that fit, those of a prompt together⌉; never changes the result",
         "",
     )
 

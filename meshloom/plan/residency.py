@@ -55,6 +55,9 @@ class ModelRole:
         width: bytes of a value of its arithmetic.
         trained: parameters that are trained, of the whole model; none for all of them.
         tokens: of a microbatch, over all devices that share its sequences.
+        bound: tokens that a microbatch may have, a shared prompt in each of its samples; none for ``tokens``.
+        samples: that it may have; none: no bound.
+        group: samples of a prompt, which stay together in microbatches.
         microbatches: of an update on one replica, which bounds what a pipeline has in flight.
         recompute: whether layers are recomputed in the backward pass.
         compiled: whether layers are compiled.
@@ -79,6 +82,9 @@ class ModelRole:
     width: int
     trained: int | None = None
     tokens: int
+    bound: int | None = None
+    samples: int | None = None
+    group: int = 1
     microbatches: int = 1
     recompute: bool
     compiled: bool

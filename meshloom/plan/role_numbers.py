@@ -125,7 +125,8 @@ def model_role(
     cut, longest, most_samples = cut_of(found), longest_sample_tokens(settings), settings.batch.samples_per_microbatch
     computes, lends = _phases(settings, found.role, lends_to_engine=lends_to_engine)
     samples = ceil_div(_samples_of_pass(settings, found.role), cut.replicas)
-    tokens = _tokens_of_microbatch(settings, found.role, samples=samples, sequence=cut.sequence)
+    bound = _bound_of_microbatch(settings, found.role) * cut.sequence
+    tokens = min(bound, min(samples, most_samples or samples) * longest)
     offload = _offload(settings, found.role)
     return ModelRole(
         name=str(found.role),
@@ -136,7 +137,10 @@ def model_role(
         width=width,
         trained=adapters if found.role == Role.ACTOR else None,
         tokens=most_computed_tokens(settings, tokens),
-        microbatches=most_microbatches(samples, longest, tokens, most_samples),
+        bound=bound,
+        samples=most_samples,
+        group=settings.batch.samples_per_prompt,
+        microbatches=most_microbatches(samples, longest, bound, most_samples, settings.batch.samples_per_prompt),
         recompute=recompute,
         compiled=compiles(settings.model, gpu=gpu),
         chunk_bytes=logits_chunk_bytes(settings.model, gpu=gpu),
@@ -180,19 +184,10 @@ def _samples_of_pass(settings: TrainSettings, role: Role) -> int:
     return samples_per_step(settings)
 
 
-def _tokens_of_microbatch(settings: TrainSettings, role: Role, *, samples: int, sequence: int) -> int:
-    """Most tokens of a microbatch.
-
-    Args:
-        settings: of the run.
-        role: whose microbatch it is.
-        samples: of a pass, on one replica.
-        sequence: devices that share sequences; they hold a microbatch's tokens each.
-    """
-    batch = settings.batch
-    bound = settings.critic.tokens_per_microbatch if role == Role.CRITIC else None
-    together = min(samples, batch.samples_per_microbatch or samples) * longest_sample_tokens(settings)
-    return min((bound or batch.tokens_per_microbatch) * sequence, together)
+def _bound_of_microbatch(settings: TrainSettings, role: Role) -> int:
+    """Tokens that bound a microbatch on each of the devices that share its sequences."""
+    own = settings.critic.tokens_per_microbatch if role == Role.CRITIC else None
+    return own or settings.batch.tokens_per_microbatch
 
 
 def _offload(settings: TrainSettings, role: Role) -> RoleOffloadSettings:

@@ -4,7 +4,7 @@ Owns: which changes there are, mildest first, and what each costs in words. Refu
 (``plan.fitting`` tries them).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
@@ -23,14 +23,59 @@ if TYPE_CHECKING:
 _DEGREES = (2, 4, 8)
 _TRAINED = (Role.ACTOR, Role.CRITIC)
 _SHARE = "rollout.vllm.gpu_memory_utilization"
+_MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One way to save memory: its changes, the mildest first, and what they cost."""
+    """One way to save memory.
+
+    Args:
+        price: what it costs.
+        changes: the mildest first.
+        sizes: of the changes, where they are sizes of one thing; between two of them there are others.
+        given: the size that the settings have, milder than all of them.
+        of_size: the change to a size.
+    """
 
     price: str
     changes: tuple[Change, ...]
+    sizes: tuple[int, ...] = ()
+    given: int = 0
+    of_size: Callable[[int], Change] | None = None
+
+    @classmethod
+    def of_sizes(cls, price: str, of_size: Callable[[int], Change], given: int, sizes: Iterable[int]) -> "Step":
+        """A way whose changes are sizes of one thing.
+
+        Args:
+            price: what it costs.
+            of_size: the change to a size.
+            given: the size that the settings have.
+            sizes: the mildest first.
+        """
+        sizes = tuple(sizes)
+        return cls(price=price, changes=tuple(map(of_size, sizes)), sizes=sizes, given=given, of_size=of_size)
+
+    def mildest(self, change: Change, is_enough: Callable[[Change], bool]) -> Change:
+        """The mildest change that is enough: one between the change that is enough and the one before it, where there are sizes
+        between them.
+
+        Args:
+            change: of ``changes``, that is enough.
+            is_enough: whether another one is; the milder ones among ``changes`` are not.
+        """
+        if self.of_size is None or change not in self.changes:
+            return change
+        place = self.changes.index(change)
+        enough, not_enough = self.sizes[place], self.sizes[place - 1] if place else self.given
+        while abs(enough - not_enough) > 1:
+            size = (enough + not_enough) // 2
+            if is_enough(self.of_size(size)):
+                enough, change = size, self.of_size(size)
+            else:
+                not_enough = size
+        return change
 
 
 def steps(before: "Look", group: "Group") -> Iterator[Step]:
@@ -40,8 +85,8 @@ def steps(before: "Look", group: "Group") -> Iterator[Step]:
     if before.engine is not None and before.short_cache(group):
         yield Step(price="a larger cache", changes=tuple(_larger_caches(settings, before.engine, before.case.memory)))
     elif (group.ledger.margin(Phase.GENERATE) or 0) < 0:
-        yield Step(price="a smaller cache, so fewer sequences at once", changes=tuple(_caches(settings)))
-    yield Step(price="more and smaller microbatches", changes=tuple(_microbatches(settings)))
+        yield from _caches(settings)
+    yield _microbatches(settings)
     if settings.model.gradient_checkpointing is False:
         yield Step(price="layers computed twice", changes=({"model.gradient_checkpointing": True},))
     yield Step(price="more exchange between devices", changes=tuple(_shardings(before, roles)))
@@ -69,18 +114,21 @@ def _larger_caches(settings: TrainSettings, engine: EngineRole, memory: int | No
         yield from ({_SHARE: share / 100} for share in range(least if least <= 95 else now + 5, 96, 5))
 
 
-def _caches(settings: TrainSettings) -> Iterator[Change]:
-    rollout = settings.rollout
+def _caches(settings: TrainSettings) -> Iterator[Step]:
+    """A cache that is left while others compute, and smaller ones: in MiB, or in hundredths of the device's memory."""
+    rollout, price = settings.rollout, "a smaller cache, so fewer sequences at once"
     if rollout.engine == "vllm" and not rollout.vllm.sleep:
-        yield {"rollout.vllm.sleep": True}
-    if rollout.kv_cache_bytes is not None:
-        yield from ({"rollout.kv_cache_bytes": rollout.kv_cache_bytes // parts} for parts in (2, 4, 8))
+        yield Step(price=price, changes=({"rollout.vllm.sleep": True},))
+    if (given := rollout.kv_cache_bytes) is not None:
+        sizes = (max(1, given // _MIB // parts) for parts in (2, 4, 8))
+        yield Step.of_sizes(price, lambda size: {"rollout.kv_cache_bytes": size * _MIB}, -(-given // _MIB), sizes)
     elif rollout.engine == "vllm":
-        shares = (share / 20 for share in range(19, 1, -1))
-        yield from ({_SHARE: share} for share in shares if share < rollout.vllm.gpu_memory_utilization)
+        now = ceil(100 * rollout.vllm.gpu_memory_utilization)
+        sizes = (share for share in range(95, 5, -5) if share < now)
+        yield Step.of_sizes(price, lambda size: {_SHARE: size / 100}, now, sizes)
 
 
-def _microbatches(settings: TrainSettings) -> Iterator[Change]:
+def _microbatches(settings: TrainSettings) -> Step:
     """Half of the tokens, a quarter, …, and what the longest sample needs."""
     tokens, least = (
         settings.batch.tokens_per_microbatch,
@@ -92,12 +140,13 @@ def _microbatches(settings: TrainSettings) -> Iterator[Change]:
         critic = {"critic.tokens_per_microbatch": most} if own > most else {}
         return {"batch.tokens_per_microbatch": most, **critic}
 
-    smaller = tokens // 2
+    sizes, smaller = [], tokens // 2
     while smaller > least:
-        yield bound(smaller)
+        sizes.append(smaller)
         smaller //= 2
     if least < tokens:
-        yield bound(least)
+        sizes.append(least)
+    return Step.of_sizes("more and smaller microbatches", bound, tokens, sizes)
 
 
 def _shardings(before: "Look", roles: tuple[Role, ...]) -> Iterator[Change]:
@@ -125,24 +174,27 @@ def _shardings(before: "Look", roles: tuple[Role, ...]) -> Iterator[Change]:
                 yield from ({**whole, **cut, **change} for change in engine)
 
 
-def more_devices(before: "Look") -> Iterator[Change]:
+def more_devices(before: "Look") -> tuple[Step, ...]:
     """More devices of each node, up to eight, then more nodes; where all roles are on all devices."""
-    topology = before.layout.topology
+    topology, price = before.layout.topology, "more devices"
     if any(entries != "all" for role, entries in placements(before.settings).items() if role != Role.REWARD):
-        return
-    size = topology.devices_per_node
+        return ()
+    size, nodes = topology.devices_per_node, topology.num_nodes
     larger = [more for more in _DEGREES if more > size]
-    yield from ({"cluster.devices_per_node": more} for more in larger)
     each: Change = {"cluster.devices_per_node": larger[-1]} if larger else {}
-    for doubled in range(1, 7):
-        yield {**each, "cluster.nodes": topology.num_nodes << doubled}
+    devices = Step.of_sizes(price, lambda more: {"cluster.devices_per_node": more}, size, larger)
+    doubled = (nodes << times for times in range(1, 7))
+    return devices, Step.of_sizes(price, lambda more: {**each, "cluster.nodes": more}, nodes, doubled)
 
 
-def responses(settings: TrainSettings) -> Iterator[Change]:
+def responses(settings: TrainSettings) -> Step:
     """Half of the longest response, a quarter, …; microbatches no larger than such samples need."""
-    prompt, response = settings.data.max_prompt_tokens, settings.rollout.max_response_tokens // 2
+    prompt, longest = settings.data.max_prompt_tokens, settings.rollout.max_response_tokens
     tokens, parts = settings.batch.tokens_per_microbatch, sequence_parts(settings)
-    while response:
+
+    def of_size(response: int) -> Change:
         least = min(tokens, -(-(prompt + response) // parts))
-        yield {"rollout.max_response_tokens": response, "batch.tokens_per_microbatch": least}
-        response //= 2
+        return {"rollout.max_response_tokens": response, "batch.tokens_per_microbatch": least}
+
+    sizes = (longest >> times for times in range(1, longest.bit_length()))
+    return Step.of_sizes("shorter responses", of_size, longest, sizes)

@@ -125,7 +125,7 @@ def _microbatches(
     longest = longest_sample_tokens(settings)
 
     def most(samples: int) -> int:
-        return most_microbatches(samples, longest, tokens, batch.samples_per_microbatch)
+        return most_microbatches(samples, longest, tokens, batch.samples_per_microbatch, batch.samples_per_prompt)
 
     larger = share.total % share.takers
     total = larger * most(share.most) + (share.takers - larger) * most(share.least)

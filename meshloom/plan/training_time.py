@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from meshloom.plan.arithmetic import Work, pass_cost
 from meshloom.plan.constants import Cluster, Constants
+from meshloom.plan.ledger import most_microbatches
 from meshloom.plan.pipeline_order import bubble
 from meshloom.plan.residency import ModelRole, Phase
 from meshloom.plan.seconds import PhaseTime, Seconds
@@ -59,13 +60,34 @@ def forward_time(role: ModelRole, work: Work, cluster: Cluster, constants: Const
     return PhaseTime(phase=phase, role=role.name, parts=parts)
 
 
+def microbatches(role: ModelRole, work: Work, *, updates: int = 1) -> int:
+    """Passes of each replica over its share of the work: of the replica that has most, as all make equally many.
+
+    Where samples differ in length, long and short ones fill microbatches nearly to their bound; where they are alike, a
+    microbatch has room for whole samples, and for whole groups of a prompt.
+
+    Args:
+        role: whose model computes.
+        work: over all replicas and updates.
+        updates: into which it is cut evenly.
+    """
+    bound, replicas = role.bound or role.tokens, role.cut.replicas
+    samples = ceil_div(ceil_div(work.samples, updates), replicas)
+    if work.alike and samples:
+        length = ceil_div(work.packed or work.tokens, work.samples)
+        return updates * most_microbatches(samples, length, bound, role.samples, role.group)
+    by_tokens = math.ceil((work.packed or work.tokens) / replicas / updates / bound)
+    by_samples = 0 if role.samples is None else ceil_div(samples, role.samples)
+    return updates * max(1, by_tokens, by_samples)
+
+
 def _passes(
     role: ModelRole, work: Work, cluster: Cluster, constants: Constants, *, backward: bool, updates: int
 ) -> Iterator[Seconds]:
     """Passes over a replica's share of the work, on a device of a usual stage."""
     cut = role.cut
     tokens = work.tokens / cut.replicas
-    count = updates * math.ceil((work.packed or work.tokens) / cut.replicas / updates / role.tokens)
+    count = microbatches(role, work, updates=updates)
     part = part_of(role.model, cut, compiled=role.compiled)
     compute = _compute(role, work, part, cluster, constants, backward=backward)
     floor = count * part.layers * constants.pass_layer_s * (1.0 if backward else constants.forward_part)
@@ -75,7 +97,7 @@ def _passes(
     if kernels < floor:
         yield Seconds(name="waiting for launches", seconds=floor - kernels, formula=of)
     busy = max(kernels, floor)
-    inside = list(_collectives_inside(role, tokens, part, cluster, constants, backward=backward))
+    inside = list(_collectives_inside(role, tokens, count, part, cluster, constants, backward=backward))
     yield from inside
     if cut.shards > 1:
         exchanged = count * _exchange(role, part, cluster, constants, backward=backward)
@@ -144,12 +166,19 @@ def _compute(
 
 
 def _collectives_inside(
-    role: ModelRole, tokens: float, part: Part, cluster: Cluster, constants: Constants, *, backward: bool
+    role: ModelRole,
+    tokens: float,
+    microbatches: int,
+    part: Part,
+    cluster: Cluster,
+    constants: Constants,
+    *,
+    backward: bool,
 ) -> Iterator[Seconds]:
     """What layers wait for: sums of tensor parallelism, exchanges of sequence parallelism."""
     cut, model = role.cut, role.model
     passes = (2 if backward else 1) + (1 if backward and role.recompute else 0)
-    count = math.ceil(tokens / role.tokens) * part.layers * passes
+    count = microbatches * part.layers * passes
     mine = tokens / cut.sequence * part.layers * passes * role.width
     if cut.tensor > 1:
         moved = 2 * mine * model.hidden

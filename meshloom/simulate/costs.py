@@ -6,7 +6,8 @@ Always holds: formulas and constants are the plan's (``plan.time``).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.arithmetic import Work
@@ -158,7 +159,7 @@ class Costs:
     def learning(self, groups: list[Made], *, only_critic: bool = False) -> Spent:
         """The updates of a step: of all that learn, or of the critic, which learns alone while it warms up."""
         work, epochs = work_of(groups), self.settings.batch.epochs_per_step
-        passes = Work(work.tokens * epochs, work.predictions * epochs, work.pairs * epochs)
+        passes = reduce(add, [work] * epochs)
         return self._passes(Phase.UPDATE, passes, (Role.CRITIC,) if only_critic else None)
 
     @property
@@ -204,12 +205,15 @@ class Costs:
 
 def work_of(groups: list[Made]) -> Work:
     """What a pass computes of groups, each of which shares its prompt."""
-    tokens = predictions = 0
+    tokens = predictions = packed = 0
     pairs = 0.0
     for group in groups:
         prompt, responses = group.drawn.prompt, group.drawn.trained
         made = sum(responses)
         tokens += prompt + made
         predictions += made
+        packed += prompt * len(responses) + made
         pairs += prompt * prompt / 2 + made * prompt + sum(length * length for length in responses) / 2
-    return Work(tokens, predictions, round(pairs))
+    lengths = {group.drawn.prompt + length for group in groups for length in group.drawn.trained}
+    samples = sum(len(group.drawn.trained) for group in groups)
+    return Work(tokens, predictions, round(pairs), packed, samples, alike=len(lengths) == 1)
