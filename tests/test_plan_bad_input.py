@@ -453,7 +453,7 @@ def test_hardware_that_is_not_here_is_noted(planned: Plan) -> None:
 def test_options_are_told_as_they_were_given(planned: Plan) -> None:
     """``device=cuda`` stood in messages though nobody had written it, and options as overrides that nobody had written."""
     given = ("--device-memory", "1GiB", "--devices-per-node", "2")
-    said = planned(*TRAIN, *given)
+    said = planned(*TRAIN, *given, "--settings")
     assert "option --device-memory 1GiB" in said and "option --devices-per-node 2" in said
     assert "device=cuda" not in said and "override device" not in said and "override cluster" not in said
     assert "override device_memory_bytes=2147483648" in planned(*TRAIN, *given, "device_memory_bytes=2147483648")
