@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
+from meshloom.config.errors import RunFault
 from meshloom.rollout import paged_engine as paged_module
 from meshloom.rollout.decode_stack import Projection, reason_against
 from meshloom.rollout.embedded import embedded_engine
@@ -202,7 +203,10 @@ def test_weights_that_are_not_finite_stop_the_generation():
     engine, model = paged_engine("llama")
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
-    with pytest.raises(RuntimeError, match="not finite"):
+    with pytest.raises(RunFault, match="model.path"):
+        collect(engine, [ask(0, prompt(4))])
+    engine.load_weights(3)
+    with pytest.raises(RunFault, match="of version 3 give logits that are not finite\n.*optimizer.lr"):
         collect(engine, [ask(0, prompt(4))])
     with torch.no_grad():
         model.model.norm.weight.fill_(1.0)
@@ -211,6 +215,8 @@ def test_weights_that_are_not_finite_stop_the_generation():
 
 def test_a_family_of_another_form_is_named_and_gets_the_other_engine():
     assert all(reason_against(tiny_model(family)) is None for family in FAMILIES)
+    learned_positions = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=97, n_embd=64, n_layer=1, n_head=4))
+    assert "GPT2LMHeadModel are not of a family" in (reason_against(learned_positions) or "")
     config = Qwen2Config(
         vocab_size=97,
         hidden_size=48,

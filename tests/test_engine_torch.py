@@ -6,9 +6,11 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from bench import engine as bench_engine
 from bench import turns as bench_turns
+from meshloom.config.errors import RunFault
 from meshloom.rollout.kv_cache import CacheShape
 from meshloom.rollout.protocol import Request, SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
@@ -116,13 +118,31 @@ def test_weights_that_are_not_finite_stop_the_generation():
     engine, model = torch_engine("llama")
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
-    with pytest.raises(RuntimeError, match="not finite"):
+    with pytest.raises(RunFault, match="model.path"):
+        collect(engine, [ask(0, prompt(4))])
+    engine.load_weights(3)
+    with pytest.raises(RunFault, match="of version 3 give logits that are not finite\n.*optimizer.lr"):
         collect(engine, [ask(0, prompt(4))])
 
 
 def test_the_default_bound_is_a_part_of_the_free_memory():
     engine, _ = torch_engine("llama", kv_cache_bytes=None)
     assert 2**20 < engine.kv_cache_bytes < 2**43
+
+
+def test_a_family_with_its_own_names_of_sizes_generates():
+    """GPT-2 calls its heads n_head and its width n_embd: the engine used to end with a KeyError."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    config = GPT2Config(**sizes, initializer_range=0.15, bos_token_id=2, eos_token_id=1)
+    model = AutoModelForCausalLM.from_config(config).to(DEVICE, torch.float64).eval()
+    use_layouts(model)
+    engine = TorchEngine(model, eos_ids=(), kv_cache_bytes=10**7)
+    (done,) = collect(engine, [ask(0, prompt(6), seeds=[1])]).values()
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([*prompt(6), *done.ids], device=DEVICE)
+    logprobs = model(input_ids=ids[None]).logits[0].log_softmax(-1)[5:-1].gather(-1, ids[6:, None])
+    torch.testing.assert_close(logprobs.squeeze(-1).float().tolist(), list(done.logprobs), rtol=0, atol=1e-5)
 
 
 def test_bfloat16_generates():

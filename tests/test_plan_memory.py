@@ -219,6 +219,14 @@ def test_rotary_embeddings_that_change_with_a_pass_are_refused_where_they_would(
     assert (problem.code, "at most 64 tokens" in problem.fix) == ("M003", True)
 
 
+@pytest.mark.parametrize("kind", [{"model_type": "gemma2", "attn_logit_softcapping": 50.0}, {"model_type": "gpt_oss"}])
+def test_attention_that_no_kernel_computes_is_refused(tmp_path: Path, kind: dict) -> None:
+    """A plan used to pass, and the run ended with a traceback at its first token."""
+    folder = make_folder(tmp_path / "model", CONFIG | kind)
+    found = plan(folder, TrainSettings).problems
+    assert [problem.where.split()[0] for problem in found if problem.code == "M011"] == ["model.path"]
+
+
 def test_sequences_longer_than_the_model_was_made_for_are_warned_about(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", {**CONFIG, "max_position_embeddings": 64})
     lengths = "data.max_prompt_tokens=32", "rollout.max_response_tokens=32"

@@ -1,9 +1,10 @@
 """What of a model's folder does not go with the settings of a run.
 
-Owns: weights that are not there, adapters that attach to nothing, sequences that the model was not made for. Refuses to know:
-memory, devices.
+Owns: weights that are not there, attention of another kind, adapters that attach to nothing, sequences that the model was not
+made for. Refuses to know: memory, devices.
 
-Codes: L002 adapters of no layer; M003 rotary embeddings that change; M004 sequences too long; M009 no weights.
+Codes: L002 adapters of no layer; M003 rotary embeddings that change; M004 sequences too long; M009 no weights; M011 attention
+that no kernel computes.
 """
 
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
@@ -21,6 +22,7 @@ def check_model(found: Findings, settings: TrainSettings | SftSettings | EvalSet
         folder: of the model.
     """
     _note_weights(found, folder)
+    _check_attention(found, folder)
     _check_adapters(found, settings, folder)
     _check_positions(found, settings, folder)
 
@@ -31,6 +33,18 @@ def _note_weights(found: Findings, folder: ModelFolder) -> None:
         what = f"{folder.path} has no weights: the plan goes by its config.json alone"
         why = "parameters are counted exactly; training needs model.safetensors"
         found.warn("M009", "model.path", what, why=why, fix="put the weights there before the run")
+
+
+def _check_attention(found: Findings, folder: ModelFolder) -> None:
+    """Attention scores that are capped, or that share their sum with a sink, would be computed as plain ones."""
+    if folder.text_config.get("attn_logit_softcapping") is not None:
+        what = "the model caps attention scores (attn_logit_softcapping)"
+    elif folder.text_config.get("model_type") == "gpt_oss":
+        what = "the model's attention has sinks (gpt_oss)"
+    else:
+        return
+    fix = "take a model of another family, such as Llama, Qwen or Gemma 3"
+    found.refuse("M011", "model.path", what, why="no attention kernel here computes that", fix=fix)
 
 
 def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:

@@ -111,7 +111,8 @@ def reason_against(model: nn.Module) -> str | None:
     """Why a model cannot be decoded in this form; none if it can."""
     decoder = decoder_of(model)
     config = decoder.config
-    if not all(isinstance(layer, _FAMILIES) for layer in decoder.layers):
+    layers = decoder._modules.get("layers")
+    if layers is None or not all(isinstance(layer, _FAMILIES) for layer in layers):
         return f"the layers of {type(plain_model(model)).__name__} are not of a family known to it"
     if not isinstance(decoder.embed_tokens, nn.Embedding):
         return f"its embedding is in a {type(decoder.embed_tokens).__name__}, past which tokens are looked up"

@@ -8,9 +8,29 @@ sleep.
 from abc import ABC, abstractmethod
 from typing import Protocol
 
+from meshloom.config.errors import RunFault
 from meshloom.rollout.endings import HearsEnds
 from meshloom.rollout.peers import Alone, Peers
 from meshloom.rollout.protocol import PromptCount
+
+
+def logits_not_finite(version: int) -> RunFault:
+    """What ends a run whose model predicts nothing any more.
+
+    Args:
+        version: of the weights; 0 are those that were loaded.
+    """
+    if version == 0:
+        what, where = "the model gives logits that are not finite", "model.path"
+        why, fix = (
+            "its weights are broken, or too large for this arithmetic",
+            "check the folder, or set model.dtype=float32",
+        )
+    else:
+        what, where = f"the weights of version {version} give logits that are not finite", "optimizer.lr"
+        why = "training has driven the weights so far that they overflow"
+        fix = "a smaller optimizer.lr, more optimizer.warmup_updates or a smaller optimizer.max_grad_norm, in a new run"
+    return RunFault(what, where=where, why=why, fix=fix)
 
 
 class KeepsPrompts(Protocol):

@@ -48,13 +48,13 @@ class CacheShape:
     @classmethod
     def of(cls, model: PreTrainedModel, ranks: int = 1) -> "CacheShape":
         """Of a model that so many ranks hold together: each caches its own heads, at least one."""
-        config = model.config.get_text_config().to_dict()
-        heads = config["num_attention_heads"]
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
         weight = model.get_input_embeddings().weight
         return cls(
-            num_layers=config["num_hidden_layers"],
-            num_kv_heads=max(1, (config.get("num_key_value_heads") or heads) // ranks),
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=max(1, (getattr(config, "num_key_value_heads", None) or heads) // ranks),
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=weight.dtype,
             device=weight.device,
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.rollout.decode_stack import DecodeStack, form_of
-from meshloom.rollout.embedded_verbs import EmbeddedVerbs
+from meshloom.rollout.embedded_verbs import EmbeddedVerbs, logits_not_finite
 from meshloom.rollout.endings import Decision
 from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
 from meshloom.rollout.kv_cache import CacheShape
@@ -92,7 +92,8 @@ class PagedEngine(EmbeddedVerbs):
         Raises:
             UserError: if a request can never fit the cache, or has stop strings and the engine no ``decode``.
             ValueError: if a request is malformed.
-            RuntimeError: if the engine sleeps or is generating already, or the model gives logits that are not finite.
+            RuntimeError: if the engine sleeps or is generating already.
+            RunFault: if the model gives logits that are not finite.
         """
         self._require_awake()
         self._ends.clear()
@@ -320,7 +321,7 @@ class _Generation:
             start = len(sample.ids)
             drawn, new = row_ids[start - first : count - first].tolist(), row_logprobs[start - first : count - first]
             if not np.isfinite(new).all():
-                raise RuntimeError("the model gives logits that are not finite; its weights are broken or overflow")
+                raise logits_not_finite(self._engine.version)
             versions = _versions(one.marks, start, count)
             if sample.stop.strings:
                 for token, logprob, version in zip(drawn, new.tolist(), versions, strict=True):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshloom.rollout.embedded_verbs import EmbeddedVerbs
+from meshloom.rollout.embedded_verbs import EmbeddedVerbs, logits_not_finite
 from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
 from meshloom.rollout.kv_cache import Bank, CacheShape, KVCache, quarter_of_free_bytes, single_sequence_bytes
 from meshloom.rollout.layouts import BankDecode, DecodeLayout, MixedLayout, PrefillLayout
@@ -80,7 +80,8 @@ class TorchEngine(EmbeddedVerbs):
         Raises:
             UserError: if a request can never fit the cache, or has stop strings and the engine no ``decode``.
             ValueError: if a request is malformed.
-            RuntimeError: if the engine sleeps or is generating already, or the model gives logits that are not finite.
+            RuntimeError: if the engine sleeps or is generating already.
+            RunFault: if the model gives logits that are not finite.
         """
         self._require_awake()
         self._check(with_largest(requests, feed))
@@ -197,7 +198,7 @@ class TorchEngine(EmbeddedVerbs):
         positions = np.array([len(sample.ids) for sample in samples])
         tokens, logprobs = torch.stack([x.double() for x in draw(logits_NV, self._rows, positions)]).tolist()
         if not np.isfinite(logprobs).all():
-            raise RuntimeError("the model gives logits that are not finite; its weights are broken or overflow")
+            raise logits_not_finite(self.version)
         version, self._drawn = self.version, zlib.crc32(np.array(tokens, dtype=np.int64).tobytes())
         for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
             sample.append(int(token), logprob, version)

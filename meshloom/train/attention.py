@@ -89,19 +89,31 @@ def _attention_in_graph(
 def _require_plain(
     module: torch.nn.Module, layout: AttentionLayout | None, dropout: float, unused: dict[str, Any]
 ) -> None:
-    """Refuse what no kernel here computes."""
+    """Refuse what no kernel here computes.
+
+    Raises:
+        UserError: that says what the model's attention does.
+    """
+    name = type(module).__name__
     if layout is None:
-        raise RuntimeError(
-            f"{type(module).__name__} did not hand the attention layout down; this model family is not supported"
-        )
-    if unused.get("softcap") is not None or unused.get("s_aux") is not None:
-        raise RuntimeError(
-            f"{type(module).__name__} caps attention scores or uses sinks; this model family is not supported"
-        )
+        raise _unsupported(f"{name} of this model family does not hand down where its samples begin and end")
+    if unused.get("softcap") is not None:
+        raise _unsupported(f"{name} of this model family caps attention scores (attn_logit_softcapping)")
+    if unused.get("s_aux") is not None:
+        raise _unsupported(f"{name} of this model family has attention sinks")
     if dropout:
-        raise RuntimeError(
-            "attention dropout makes sampler and trainer disagree; set attention_dropout to 0 in the model's config"
+        raise UserError(
+            "the model drops attention scores out, which makes sampler and trainer disagree",
+            where="model.path",
+            fix="set attention_dropout to 0 in the model's config.json",
         )
+
+
+def _unsupported(what: str) -> UserError:
+    why = "no attention kernel here computes that"
+    return UserError(
+        what, where="model.path", why=why, fix="take a model of another family, such as Llama, Qwen or Gemma 3"
+    )
 
 
 AttentionInterface.register(NAME, _attention)
