@@ -15,7 +15,7 @@ from meshloom.plan.picture import draw
 from meshloom.plan.recompute import RECOMPUTED
 from tests.lesson_runs import command, sft_settings, write_inputs
 
-BRIEF = ("batch.steps=4", "checkpoint.every_steps=0")
+BRIEF = ("batch.steps=4", "checkpoint.every_steps=0", "validation.every_steps=2")
 TWO = "cluster.devices_per_node=2"
 CUTS = {
     "hybrid": ("cluster.devices_per_node=4", "parallel.actor.fsdp_size=2"),
@@ -33,18 +33,22 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+def held_out(inputs: Path) -> str:
+    return f"data.validation.files=[{inputs / 'held_out.jsonl'}]"
+
+
 def run(settings: SftSettings, *more: str) -> Path:
     assert main(command(settings, *more)) == 0
     return Path(settings.run_dir)
 
 
 def assert_like(one: Path, other: Path) -> None:
-    """The same losses, gradient norms and weights but for rounding."""
+    """The same losses, on held-out rows too, gradient norms and weights but for rounding."""
     records = [[(r["step"], r["metrics"]) for r in read_metrics(each)] for each in (one, other)]
     assert len(records[0]) == len(records[1])
     for (step, first), (same, second) in zip(*records, strict=True):
         assert step == same
-        for name in ("loss", "grad_norm", "entropy", "learning_rate", "epoch"):
+        for name in {"loss", "grad_norm", "entropy", "learning_rate", "epoch", "perplexity"} & first.keys():
             assert second[name] == pytest.approx(first[name], rel=1e-5, abs=1e-5), name
     newest = [sorted((each / "checkpoints").glob("step-*"))[-1] for each in (one, other)]
     files = [
@@ -61,9 +65,10 @@ def assert_like(one: Path, other: Path) -> None:
 
 def test_two_devices_learn_what_one_does_and_go_on_where_it_stopped(inputs: Path, tmp_path: Path) -> None:
     """One device makes two steps, two devices the next two, with the optimizer on the host: as one that was never interrupted
-    and has it where it computes."""
-    steady = ("optimizer.schedule=constant", "checkpoint.every_steps=0")
+    and has it where it computes. Both measure the same on held-out rows."""
+    steady = ("optimizer.schedule=constant", "checkpoint.every_steps=0", "validation.every_steps=2", held_out(inputs))
     whole = run(sft_settings(inputs, tmp_path / "whole", *steady, "batch.steps=4"))
+    assert [r["step"] for r in read_metrics(whole) if r["kind"] == "validation"] == [0, 2, 4]
     run(sft_settings(inputs, tmp_path / "parts", *steady, "batch.steps=2"))
     away = "offload.actor.optimizer=host"
     parts = run(sft_settings(inputs, tmp_path / "parts", *steady, "batch.steps=4", TWO, away), "--resume")
@@ -78,8 +83,9 @@ def test_two_devices_learn_what_one_does_and_go_on_where_it_stopped(inputs: Path
 @pytest.mark.parametrize("cut", CUTS)
 def test_other_cuts_learn_the_same(inputs: Path, tmp_path: Path, cut: str) -> None:
     more = tuple(change for change in CUTS[cut] if change.startswith("model."))
-    alone = run(sft_settings(inputs, tmp_path / "alone", *BRIEF, *more))
-    assert_like(alone, run(sft_settings(inputs, tmp_path / "run", *BRIEF, *CUTS[cut])))
+    given = (*BRIEF, held_out(inputs))
+    alone = run(sft_settings(inputs, tmp_path / "alone", *given, *more))
+    assert_like(alone, run(sft_settings(inputs, tmp_path / "run", *given, *CUTS[cut])))
 
 
 def test_the_plan_shows_the_share_and_the_memory_of_each_device(inputs: Path) -> None:

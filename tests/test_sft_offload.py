@@ -168,7 +168,6 @@ def test_the_plan_counts_the_optimizer_in_turn(inputs: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        ("data.validation.reasoning_gym=basic_arithmetic", "S009", "meshloom eval"),
         ("offload.actor.parameters=host", "F004", "offload.actor.optimizer=host"),
         ("offload.folder=/tmp", "F003", "nothing goes to disk"),
     ],

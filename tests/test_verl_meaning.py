@@ -523,14 +523,18 @@ SFT = [
     ("optimizer.lr", 1e-5, ["engine=automodel", "optim=automodel"]),
     ("parallel.actor.tensor", 2, ["engine=automodel", "engine.tp_size=2", "engine.backend_config.linear=te"]),
     ("model.dtype", "float32", ["engine=automodel", "engine.mp_param_dtype=fp32"]),
+    ("data.validation.files", ["held.parquet"], ["data.val_files=held.parquet", "trainer.test_freq=5"]),
+    ("data.validation.max_rows", 9, ["data.val_files=held.parquet", "data.val_max_samples=9"]),
+    ("validation.every_steps", 5, ["data.val_files=held.parquet", "trainer.test_freq=5"]),
+    ("validation.before_training", False, []),
 ]
 
 
-def test_fine_tuning_saves_after_each_epoch() -> None:
+def test_fine_tuning_saves_and_evaluates_after_each_epoch() -> None:
     words = ["-m", "verl.trainer.sft_trainer", "data.train_batch_size=32", "trainer.save_freq=after_each_epoch"]
     known = translate([*words, "trainer.test_freq=after_each_epoch"], num_prompts=109)
     assert not known.refused
-    assert known.settings["checkpoint.every_steps"].value == 3
+    assert known.settings["checkpoint.every_steps"].value == known.settings["validation.every_steps"].value == 3
     assert "checkpoint.every_steps" in translate(words).warnings["trainer.save_freq"]
     assert "whole number" in grpo("trainer.save_freq=after_each_epoch").refused["trainer.save_freq"]
 

@@ -161,13 +161,18 @@ class BatchSettings(Settings):
     """Passes over the prompts, when ``steps`` is not given."""
 
 
-class ValidationSettings(Settings):
-    """Evaluation during a run."""
+class SftValidationSettings(Settings):
+    """When a run measures what it learns on held-out rows (``data.validation``)."""
 
     every_steps: CountOrZero = 10
     """Steps between evaluations; 0: never. The last step is always evaluated when validation data are given."""
     before_training: bool = True
     """Evaluate before the first step."""
+
+
+class ValidationSettings(SftValidationSettings):
+    """Evaluation during a run."""
+
     samples_per_prompt: Count = 1
     """Samples of each prompt; mean@k and pass@k are reported for more than one."""
     sampling: SamplingSettings = SamplingSettings(temperature=0.0)
@@ -189,7 +194,7 @@ class CheckpointSettings(Settings):
     keep_last: Count = 2
     """Newest checkpoints that are kept."""
     keep_best: CountOrZero = 1
-    """Best checkpoints by validation accuracy that are kept besides."""
+    """Best checkpoints by validation accuracy, of supervised runs by the loss on held-out rows, that are kept besides."""
     asynchronous: bool = True
     """Write in the background while the next step runs."""
 
@@ -282,6 +287,7 @@ class SftSettings(RunSettings):
     data: SftDataSettings
     batch: SftBatchSettings = SftBatchSettings()
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
+    validation: SftValidationSettings = SftValidationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
     fabric: Fabric = Fabric.AUTO

@@ -1,21 +1,18 @@
 """``meshloom sft``: supervised fine-tuning on worked responses.
 
-Owns: the loop and its loss: mean negative log-probability over all response tokens of an update. A step is one update.
+Owns: the loop and its loss: mean negative log-probability over all response tokens of an update. A step is one update. The same
+mean over held-out rows is measured before the first, now and then, and after the last.
 """
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from meshloom.algorithms.reduce import Denominators, denominators, reduce
 from meshloom.config.settings import SftSettings
 from meshloom.data.order import PromptOrder
-from meshloom.data.prompts import Supervised, render_supervised
-from meshloom.data.sources import load_rows
 from meshloom.loop.build import (
     build_actor,
     find_checkpoint,
@@ -25,8 +22,10 @@ from meshloom.loop.build import (
     set_end_tokens,
 )
 from meshloom.loop.control import due
+from meshloom.loop.held_out import held_out_metrics
 from meshloom.loop.residents import Residents, check_room, folder_of
 from meshloom.loop.session import Cut, Session, Snapshot, read_cut, set_random_states
+from meshloom.loop.sft_data import SftData, as_samples, lengths_of, load_examples
 from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.plan.placement import Role
@@ -51,28 +50,6 @@ class NegativeLogLikelihood:
         return LossParts(loss, {"entropy": (entropy_T.detach() * mask_T).sum()})
 
 
-def as_samples(examples: list[Supervised]) -> Samples:
-    """Worked examples, end to end."""
-    return Samples(
-        lengths=torch.tensor([len(example.ids) for example in examples]),
-        tokens={
-            "ids": torch.tensor([token for example in examples for token in example.ids]),
-            "mask": torch.tensor([learned for example in examples for learned in example.mask]),
-        },
-    )
-
-
-def lengths_of(examples: Sequence[Supervised]) -> dict[str, float]:
-    """Tokens of prompts and of what is learned, as a run with rollouts counts them."""
-    learned = [sum(example.mask) for example in examples]
-    total = sum(len(example.ids) for example in examples)
-    return {
-        "prompt_tokens_mean": (total - sum(learned)) / len(examples),
-        "response_tokens_mean": sum(learned) / len(examples),
-        "response_tokens_max": float(max(learned)),
-    }
-
-
 class Boundaries(Protocol):
     """``loop.residents.Residents``, here or on workers."""
 
@@ -86,19 +63,25 @@ class SftProgram:
     settings: SftSettings
     session: Session
     model: TrainedModel
-    examples: list[Supervised]
+    data: SftData
     order: PromptOrder
     tokenizer: Any
     total_updates: int
     step: int = 0
     residents: Boundaries | None = None
     """Who has the optimizer away between updates; none where it stays."""
+    score: float | None = None
+    """How good the model is after this step, larger is better; none where it was not measured."""
 
     def run(self) -> int:
         """Train until the last step or the wish to stop; the exit code."""
-        session = self.session
+        session, validation = self.session, self.settings.validation
+        if self.step == 0 and validation.before_training and not session.stop_wanted:
+            self.validate()
         while self.step < session.steps and not session.stop_wanted:
             self.update()
+            if self.step == session.steps or due(validation.every_steps, self.step):
+                self.validate()
             if due(self.settings.checkpoint.every_steps, self.step):
                 self.save()
         if self.step > session.saved_step:
@@ -109,14 +92,14 @@ class SftProgram:
         """One step: one update."""
         with self.session.clock.phase("update"):
             indices = self.order.take(self.settings.batch.samples_per_update)
-            examples = [self.examples[i] for i in indices]
+            examples = [self.data.examples[i] for i in indices]
             batch = as_samples(examples)
             totals = denominators(batch["mask"], batch.lengths)
             if self.residents is not None:
                 self.residents.enter(Phase.UPDATE, step=self.step + 1)
             report = self.model.forward_backward(batch, NegativeLogLikelihood(totals), temperature=1.0)
             last = self.model.optim_step(self.total_updates)
-        self.step += 1
+        self.step, self.score = self.step + 1, None
         seconds = sum(self.session.clock.seconds().values())
         metrics = {
             "loss": float(report["loss"]),
@@ -130,11 +113,20 @@ class SftProgram:
         }
         self.session.log("sft", metrics, step=self.step)
 
+    def validate(self) -> None:
+        """Measure the loss on held-out rows, if there are any."""
+        if not self.data.held_out:
+            return
+        with self.session.clock.phase("validate"):
+            metrics = held_out_metrics(self.model, self.data.held_out)
+        self.score = -metrics["loss"]
+        self.session.log("validation", metrics, step=self.step)
+
     def save(self) -> None:
         """Everything that decides the future, as of now."""
         with self.session.clock.phase("save"):
             cut = Cut({"step": self.step, "order": self.order.state()}, {})
-            self.session.save(self.snapshot, cut, step=self.step, score=None)
+            self.session.save(self.snapshot, cut, step=self.step, score=self.score)
 
     def snapshot(self) -> Snapshot:
         """The model as it is now."""
@@ -158,15 +150,14 @@ def run_sft(settings: SftSettings, *, resume: bool, ahead: CompileAhead | None =
     checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
-    rows = load_rows(settings.data.train, settings.data)
-    examples = render_supervised(rows, tokenizer, settings.data)
-    plan, settings = finish_plan(settings, len(examples), memory)
-    order = PromptOrder(len(examples), settings.seed, settings.data.shuffle)
+    data = load_examples(settings, tokenizer)
+    plan, settings = finish_plan(settings, len(data.examples), memory)
+    order = PromptOrder(len(data.examples), settings.seed, settings.data.shuffle)
     bound = MicrobatchBound(settings.batch.tokens_per_microbatch, settings.batch.samples_per_microbatch)
     model = build_actor(
         settings.model, settings.optimizer, bound, device=settings.device, seed=settings.seed, checkpoint=checkpoint
     )
-    require_vocabulary(model, (example.ids for example in examples))
+    require_vocabulary(model, data.ids)
     set_end_tokens(model.module, settings.data, tokenizer)
     with ExitStack() as resources:
         residents = resources.enter_context(_residents(settings, model)) if is_streaming(settings) else None
@@ -176,11 +167,11 @@ def run_sft(settings: SftSettings, *, resume: bool, ahead: CompileAhead | None =
         session = resources.enter_context(open_session(settings, plan, model, resume=resume, cut=cut))
         if residents is not None:
             residents.log = session.folder.log_memory
-        if dropped := len(rows) - len(examples):
-            session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
+        for notice in data.notices():
+            session.display.notice(notice)
         step = 0 if cut is None else cut.values["step"]
         program = SftProgram(
-            settings, session, model, examples, order, tokenizer, plan.updates, step=step, residents=residents
+            settings, session, model, data, order, tokenizer, plan.updates, step=step, residents=residents
         )
         set_random_states(cut, settings.seed)
         if ahead is not None:

@@ -11,8 +11,6 @@ import torch
 
 from meshloom.config.settings import SftSettings
 from meshloom.data.order import PromptOrder
-from meshloom.data.prompts import render_supervised
-from meshloom.data.sources import load_rows
 from meshloom.fabric.dispatch import GroupLayout
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
@@ -24,6 +22,7 @@ from meshloom.loop.remote import RankMemory, RemoteResidents, RemoteSnapshot, sn
 from meshloom.loop.run_workers import start_workers, stopping_at_once
 from meshloom.loop.session import read_cut
 from meshloom.loop.sft import SftProgram, is_streaming
+from meshloom.loop.sft_data import load_examples
 from meshloom.loop.sft_host import SftHost
 from meshloom.loop.sharing import sharing_of
 from meshloom.observe.loggers import check_loggers
@@ -55,32 +54,31 @@ def run_sft_over_devices(settings: SftSettings, layout: Layout, *, resume: bool)
     checkpoint, settings = find_checkpoint(settings) if resume else (None, settings)
     cut = None if checkpoint is None else read_cut(checkpoint)
     tokenizer = load_tokenizer(settings.model.path)
-    rows = load_rows(settings.data.train, settings.data)
-    examples = render_supervised(rows, tokenizer, settings.data)
-    build_plan(settings, len(examples)).require()
-    order = PromptOrder(len(examples), settings.seed, settings.data.shuffle)
+    data = load_examples(settings, tokenizer)
+    build_plan(settings, len(data.examples)).require()
+    order = PromptOrder(len(data.examples), settings.seed, settings.data.shuffle)
     if cut is not None:
         order.load(cut.values["order"])
     with ExitStack() as resources:
         workers = resources.enter_context(start_workers(settings, layout, _HOST))
         told = workers.call("device_facts", phase="start", deadline_s=ASK_S)
-        plan, settings = finish_plan(settings, len(examples), least_free_bytes(told))
+        plan, settings = finish_plan(settings, len(data.examples), least_free_bytes(told))
         updates = 0 if cut is None else cut.values["step"]
         where = None if checkpoint is None else checkpoint.absolute()
         arguments = {"settings": settings, "layout": layout, "checkpoint": where, "updates": updates}
         workers.call("build", arguments, phase="start", deadline_s=BUILD_S)
         model = _model(settings, layout, workers)
         facts = model.group.call("facts", {"role": Role.ACTOR}, phase="start", deadline_s=ASK_S)
-        require_tokens(max(each.vocabulary for each in facts), [example.ids for example in examples])
+        require_tokens(max(each.vocabulary for each in facts), data.ids)
         described, size = told[0].described, sum(each.checkpoint_bytes for each in facts)
         session = resources.enter_context(open_run(settings, plan, size, described, resume=resume, cut=cut))
         resources.enter_context(stopping_at_once(workers, session))
-        if dropped := len(rows) - len(examples):
-            session.display.notice(f"{dropped} prompts longer than data.max_prompt_tokens were dropped")
+        for notice in data.notices():
+            session.display.notice(notice)
         session.measure_memory = RankMemory(workers, [seat.rank for seat in workers.seats], {}).metrics
         residents = RemoteResidents(model.group, session.folder.log_memory) if is_streaming(settings) else None
         program = _RankProgram(
-            settings, session, model, examples, order, tokenizer, plan.updates, step=updates, residents=residents
+            settings, session, model, data, order, tokenizer, plan.updates, step=updates, residents=residents
         )
         torch.manual_seed(settings.seed)
         code = program.run()

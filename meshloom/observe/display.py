@@ -25,7 +25,16 @@ ROWS = 10
 
 BARS = "▁▂▃▄▅▆▇█"
 
-_INVALID = "invalid"
+_INVALID, HELD_OUT = "invalid", "held-out"
+
+_OF_VALIDATION = (
+    ("accuracy", "accuracy"),
+    ("reward", "reward_mean"),
+    ("mean@k", "mean_at_k"),
+    ("pass@k", "pass_at_k"),
+    ("loss", "loss"),
+    ("perplexity", "perplexity"),
+)
 
 _COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     "rl": (
@@ -39,6 +48,7 @@ _COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "sft": (
         ("loss", "loss"),
+        (HELD_OUT, "held_out"),
         ("grad", "grad_norm"),
         ("lr", "learning_rate"),
         ("tokens/s", "tokens_per_second"),
@@ -140,11 +150,7 @@ def line_text(record: Mapping[str, Any], steps: int, eta: str = "") -> str:
     metrics, kind = record["metrics"], record["kind"]
     head = f"step {record['step']}/{steps}" + ("  validation" if kind == "validation" else "")
     parts = [head]
-    names: tuple[tuple[str, str], ...]
-    if kind == "validation":
-        names = (("accuracy", "accuracy"), ("reward", "reward_mean"), ("mean@k", "mean_at_k"), ("pass@k", "pass_at_k"))
-    else:
-        names = _COLUMNS["sft" if kind == "sft" else "rl"]
+    names = _OF_VALIDATION if kind == "validation" else _COLUMNS["sft" if kind == "sft" else "rl"]
     for label, name in names:
         if metrics.get(name) is None:
             continue
@@ -184,7 +190,8 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 def _cell(metrics: Mapping[str, Any], name: str) -> str:
-    return number_text(metrics.get(name), METRICS[name].unit).removesuffix(" tokens/s")
+    metric = METRICS["loss" if name == "held_out" else name]
+    return number_text(metrics.get(name), metric.unit).removesuffix(" tokens/s")
 
 
 class _Eta:
@@ -215,7 +222,7 @@ class LiveDisplay(_Base):
         self._eta = _Eta(steps, first_step)
         self._rows: deque[dict[str, Any]] = deque(maxlen=ROWS)
         self._curve: list[float] = []
-        self._accuracy: list[dict[str, Any]] = []
+        self._held_out: list[dict[str, Any]] = []
         self._phase: tuple[str, float] | None = None
         self._columns = "rl"
         self._seen: set[str] = set()
@@ -235,8 +242,10 @@ class LiveDisplay(_Base):
         metrics = dict(record["metrics"])
         self._seen |= {name for name, value in metrics.items() if value is not None}
         if record["kind"] == "validation":
-            self._accuracy.append({"step": record["step"], **metrics})
-            self._row(record["step"]).update(accuracy=metrics.get("accuracy"))
+            self._held_out.append(metrics)
+            # Both kinds of records have a loss, and a step has one row.
+            self._row(record["step"]).update(accuracy=metrics.get("accuracy"), held_out=metrics.get("loss"))
+            self._seen |= {"held_out"} if metrics.get("loss") is not None else set()
             return
         self._columns = "sft" if record["kind"] == "sft" else "rl"
         self._row(record["step"]).update(metrics, seconds=sum(record.get("phases", {}).values()))
@@ -270,12 +279,13 @@ class LiveDisplay(_Base):
 
     def _headline(self) -> Text:
         text = Text.assemble((f" {self._title}", "bold"))
-        if self._accuracy:
-            first, last = self._accuracy[0], self._accuracy[-1]
-            text.append("   accuracy ", "dim")
+        if self._held_out:
+            first, last = self._held_out[0], self._held_out[-1]
+            label, name = (f"{HELD_OUT} loss", "loss") if last.get("loss") is not None else ("accuracy", "accuracy")
+            text.append(f"   {label} ", "dim")
             if first is not last:
-                text.append(f"{_cell(first, 'accuracy')} → ", "dim")
-            text.append(_cell(last, "accuracy"), "bold green")
+                text.append(f"{_cell(first, name)} → ", "dim")
+            text.append(_cell(last, name), "bold green")
         return text
 
     def _table(self) -> Table:

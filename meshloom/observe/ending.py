@@ -8,8 +8,8 @@ import os
 import shlex
 from pathlib import Path
 
-from meshloom.observe.format import percent_text, plural, seconds_text
-from meshloom.observe.history import milestones, read_stages
+from meshloom.observe.format import number_text, percent_text, plural, seconds_text
+from meshloom.observe.history import held_out_losses, milestones, read_stages
 from meshloom.observe.records import read_metrics
 from meshloom.observe.report import REPORT_FILE
 from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE
@@ -47,7 +47,7 @@ def finished_lines(run_dir: Path, *, steps: int, first_step: int, seconds: float
         done = f"finished {plural(steps, 'step')}, the last {steps - first_step} in {seconds_text(seconds)}"
     else:
         done = f"finished {plural(steps, 'step')} in {seconds_text(seconds)}"
-    lines = [done + _accuracy(run_dir)]
+    lines = [done + _held_out(run_dir)]
     checkpoints = sorted((run_dir / CHECKPOINTS_FOLDER).glob("step-*"))
     places = {"report": run_dir / REPORT_FILE, "checkpoint": checkpoints[-1] if checkpoints else None}
     lines += [_labelled(label, path) for label, path in places.items() if path is not None and path.exists()]
@@ -69,10 +69,13 @@ def has_records(run_dir: Path) -> bool:
     return bool(read_metrics(run_dir))
 
 
-def _accuracy(run_dir: Path) -> str:
+def _held_out(run_dir: Path) -> str:
     if not has_records(run_dir):
         return ""
-    found = milestones(read_stages(run_dir, {}))
+    stages = read_stages(run_dir, {})
+    if losses := held_out_losses(stages):
+        return "   held-out loss " + " → ".join(map(number_text, losses))
+    found = milestones(stages)
     return "   accuracy " + " → ".join(percent_text(mark.accuracy) for mark in found) if found else ""
 
 

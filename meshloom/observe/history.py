@@ -146,6 +146,15 @@ def _milestone(label: str, record: Mapping[str, Any]) -> Milestone:
     return Milestone(label=label, step=record["step"], accuracy=metrics["accuracy"], low=low, high=high)
 
 
+def held_out_losses(stages: Sequence[Stage]) -> list[float]:
+    """The loss on held-out rows as the last stage with one found it first and last; empty without, one of one."""
+    for stage in reversed(stages):
+        metrics = [record["metrics"] for record in stage.of_kind("validation")]
+        if losses := [found["loss"] for found in metrics if found.get("loss") is not None]:
+            return [losses[0], *losses[1:][-1:]]
+    return []
+
+
 def phase_totals(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Seconds by phase over all records, canonical phases first."""
     totals: dict[str, float] = {}

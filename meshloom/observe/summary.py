@@ -17,7 +17,7 @@ from rich.text import Text
 
 from meshloom.observe.ending import resume_command
 from meshloom.observe.format import number_text, percent_text, plural, seconds_text
-from meshloom.observe.history import Milestone, Stage, milestones, phase_totals, read_stages
+from meshloom.observe.history import Milestone, Stage, held_out_losses, milestones, phase_totals, read_stages
 from meshloom.observe.names import METRICS, PHASES
 from meshloom.observe.records import SAMPLES_FILE
 from meshloom.observe.report import REPORT_FILE
@@ -108,7 +108,9 @@ def _last_numbers(stage: Stage) -> Text | None:
         return None
     label = metric.label.lower()
     text = f"{label:<8}  {number_text(first, metric.unit)} → {number_text(last, metric.unit)}"
-    return Text(f"{text}  mean of the first and the last step", style="dim")
+    held_out = " → ".join(number_text(loss, metric.unit) for loss in held_out_losses([stage]))
+    more = f"; {held_out} on held-out rows" if held_out else ""
+    return Text(f"{text}  mean of the first and the last step{more}", style="dim")
 
 
 def _how_judged(stage: Stage) -> Text | None:

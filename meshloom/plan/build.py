@@ -21,6 +21,7 @@ from meshloom.plan.device_kind import check_device_kind, check_device_memory, wi
 from meshloom.plan.engines import check_engine_settings
 from meshloom.plan.generated import generation_lines
 from meshloom.plan.group_checks import check_groups
+from meshloom.plan.held_out import held_out_lines
 from meshloom.plan.inputs import check_inputs
 from meshloom.plan.layout import Layout
 from meshloom.plan.ledger import (
@@ -223,6 +224,8 @@ def _batch_lines(
     if isinstance(settings, TrainSettings):
         yield from algorithm_lines(settings)
     yield from (line for line in batch_ledger(settings, num_prompts) if not laid_out.lines or line.name != MICROBATCHES)
+    if isinstance(settings, SftSettings):
+        yield from held_out_lines(settings, sft_steps(settings, num_prompts))
     if isinstance(settings, TrainSettings):
         yield from generation_lines(settings)
         if (reference := reference_line(settings)) is not None:

@@ -58,9 +58,6 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
     if isinstance(settings, EvalSettings) and settings.source is None:
         what, fix = "there are no prompts to evaluate", "set one, such as data.validation.files=[held_out.jsonl]"
         found.refuse("S008", "data", what, why="neither data.validation nor data.train is given", fix=fix)
-    if isinstance(settings, SftSettings) and settings.data.validation is not None:
-        what = "data.validation is not used: meshloom sft measures nothing on held-out rows"
-        found.warn("S009", "data.validation", what, fix="meshloom eval measures what was learned; or leave it out")
     if settings.data.chat_template == "never" and settings.data.system_prompt is not None:
         found.warn("S005", "data.system_prompt", "the system prompt is not used, as data.chat_template is never")
     if isinstance(settings, TrainSettings):

@@ -61,7 +61,7 @@ def _sources(settings: AnySettings) -> list[tuple[str, SourceSettings]]:
     if isinstance(settings, EvalSettings):
         return [] if settings.source is None else [(settings.source_path, settings.source)]
     train: list[tuple[str, SourceSettings]] = [("data.train", settings.data.train)]
-    if isinstance(settings, SftSettings) or settings.data.validation is None:
+    if settings.data.validation is None:
         return train
     return [*train, ("data.validation", settings.data.validation)]
 

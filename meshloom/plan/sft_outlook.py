@@ -18,6 +18,7 @@ from meshloom.plan.constants import Cluster, Constants
 from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.device_kind import device_of, given_constants
 from meshloom.plan.forecast import Forecast, Group, Lengths
+from meshloom.plan.held_out import held_out_time
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.memory import on_gpu, trainable_parameters
@@ -110,6 +111,8 @@ def _time(
     lines += ahead.lines(cluster, given.constants, given.origins)
     step = next(at for at, line in enumerate(lines, 1) if (line.section, line.name) == ("time", "step"))
     lines.insert(step, _speed(settings, ahead))
+    if (held_out := held_out_time(settings, role, lengths, cluster, given.constants)) is not None:
+        lines.insert(step + 1, held_out)
     return ahead, lines
 
 

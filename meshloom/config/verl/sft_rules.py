@@ -31,9 +31,8 @@ def sft_rules(sheet: Sheet, num_rows: int | None, where: str) -> None:
     _devices(sheet, where)
     sheet.set("seed", sheet.whole("trainer.seed"), "trainer.seed")
     trainer_rules(sheet, steps_of_epoch(sheet, num_rows))
-    for path in [path for path in sheet.settings if path.startswith("validation.")]:
-        del sheet.settings[path]
-    _no_validation(sheet)
+    # verl's fine-tuning measures nothing before the first update.
+    sheet.set("validation.before_training", False)
 
 
 def _optimizer_defaults(sheet: Sheet, engine: str) -> None:
@@ -50,8 +49,13 @@ def _optimizer_defaults(sheet: Sheet, engine: str) -> None:
 
 def _data(sheet: Sheet) -> None:
     sheet.set("data.train.files", sheet.texts("data.train_files"), "data.train_files")
-    most = sheet.whole("data.train_max_samples")
-    sheet.set("data.train.max_rows", most if most and most > 0 else None, "data.train_max_samples")
+    _most(sheet, "data.train.max_rows", "data.train_max_samples")
+    if held_out := sheet.texts("data.val_files"):
+        sheet.set("data.validation.files", held_out, "data.val_files")
+        _most(sheet, "data.validation.max_rows", "data.val_max_samples")
+    else:
+        sheet.set("data.validation", None, "data.val_files")
+        sheet.ignore("there are no such rows", "data.val_max_samples")
     if sheet.has("data.prompt_key") or "data.prompt_key" in sheet.defaults and not sheet.flag("data.multiturn.enable"):
         _single_turn(sheet)
     else:
@@ -69,6 +73,11 @@ def _data(sheet: Sheet) -> None:
             cut,
             "verl cuts longer rows; here a prompt or response longer than data.max_length is an error that names its row",
         )
+
+
+def _most(sheet: Sheet, path: str, key: str) -> None:
+    rows = sheet.whole(key)
+    sheet.set(path, rows if rows and rows > 0 else None, key)
 
 
 def _single_turn(sheet: Sheet) -> None:
@@ -167,10 +176,3 @@ def _cuts(sheet: Sheet, names: Names) -> None:
         sheet.set(f"parallel.actor.{cut}", value, f"engine.{name}")
     for name in names.experts:
         expert_rule(sheet, f"engine.{name.rpartition('.')[2]}")
-
-
-def _no_validation(sheet: Sheet) -> None:
-    why = "the loss on held-out rows is not measured while fine-tuning; `meshloom eval` measures what was learned"
-    for key in ("data.val_files", "data.val_max_samples", "trainer.test_freq"):
-        sheet.translated.pop(key, None)
-        sheet.ignore(why, key)

@@ -26,7 +26,7 @@ def trainer_rules(sheet: Sheet, steps_of_epoch: int | None = None) -> None:
     sheet.ignore("a run is told apart by its folder", "trainer.experiment_name")
     _loggers(sheet)
     _checkpoints(sheet, steps_of_epoch)
-    _validation(sheet)
+    _validation(sheet, steps_of_epoch)
     _loop(sheet)
 
 
@@ -59,17 +59,8 @@ def _loggers(sheet: Sheet) -> None:
 
 
 def _checkpoints(sheet: Sheet, steps_of_epoch: int | None) -> None:
-    is_sft, saves = "algorithm.gamma" not in sheet.defaults, "trainer.save_freq"
-    if is_sft and sheet.value(saves) == EACH_EPOCH:
-        every = steps_of_epoch
-        if every is None:
-            text = (
-                "how many steps an epoch has is not known, so only the last step is saved; set checkpoint.every_steps"
-            )
-            sheet.warn(saves, text)
-    else:
-        every = sheet.whole(saves)
-    sheet.set("checkpoint.every_steps", every if every and every > 0 else 0, "trainer.save_freq")
+    is_sft = "algorithm.gamma" not in sheet.defaults
+    _every(sheet, "checkpoint.every_steps", "trainer.save_freq", steps_of_epoch, "saved")
     key, one = "trainer.max_actor_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save"
     key = "trainer.max_ckpt_to_keep" if "trainer.max_ckpt_to_keep" in sheet.defaults else key
     most = 1 if sheet.flag(one) else sheet.whole(key)
@@ -81,6 +72,17 @@ def _checkpoints(sheet: Sheet, steps_of_epoch: int | None) -> None:
     names = [key for key in sheet.open() if key.startswith(f"{group}.")]
     sheet.ignore(reason, *names)
     _resume(sheet)
+
+
+def _every(sheet: Sheet, path: str, key: str, steps_of_epoch: int | None, done: str) -> None:
+    """Steps between what is done now and then; fine-tuning may say each epoch."""
+    if "algorithm.gamma" not in sheet.defaults and sheet.value(key) == EACH_EPOCH:
+        every = steps_of_epoch
+        if every is None:
+            sheet.warn(key, f"how many steps an epoch has is not known, so only the last step is {done}; set {path}")
+    else:
+        every = sheet.whole(key)
+    sheet.set(path, every if every and every > 0 else 0, key)
 
 
 def _resume(sheet: Sheet) -> None:
@@ -96,10 +98,8 @@ def _resume(sheet: Sheet) -> None:
     sheet.ignore("a run goes on from the newest checkpoint in its own folder", path, "trainer.resume_path")
 
 
-def _validation(sheet: Sheet) -> None:
-    if "algorithm.gamma" in sheet.defaults or sheet.value("trainer.test_freq") != EACH_EPOCH:
-        every = sheet.whole("trainer.test_freq")
-        sheet.set("validation.every_steps", every if every and every > 0 else 0, "trainer.test_freq")
+def _validation(sheet: Sheet, steps_of_epoch: int | None) -> None:
+    _every(sheet, "validation.every_steps", "trainer.test_freq", steps_of_epoch, "evaluated")
     if "trainer.val_before_train" in sheet.defaults:
         sheet.set("validation.before_training", sheet.flag("trainer.val_before_train"), "trainer.val_before_train")
     if sheet.flag("trainer.val_only"):

@@ -17,7 +17,11 @@ const MAIN = {
     { name: "learning_rate", kinds: ["train"] },
     { name: "response_tokens_per_second", kinds: ["train"] },
   ],
-  sft: ["loss", "grad_norm", "learning_rate", "tokens_per_second"].map((name) => ({ name, kinds: ["sft"] })),
+  sft: [
+    { name: "loss", kinds: ["sft", "validation"] },
+    { name: "perplexity", kinds: ["validation"] },
+    ...["grad_norm", "learning_rate", "tokens_per_second"].map((name) => ({ name, kinds: ["sft"] })),
+  ],
 };
 const COMPANIONS = ["reward_std", "accuracy_low", "accuracy_high"];
 const KIND_LABELS = { train: "training", validation: "held-out", sft: "training" };
@@ -67,7 +71,7 @@ function restOf(stage, main) {
 
 function curves(stage, index, onPick) {
   const kinds = Object.keys(stage.kinds);
-  const main = [...(kinds.includes("train") || kinds.includes("validation") ? MAIN.rl : []), ...(kinds.includes("sft") ? MAIN.sft : [])];
+  const main = [...(kinds.includes("train") || !kinds.includes("sft") ? MAIN.rl : []), ...(kinds.includes("sft") ? MAIN.sft : [])];
   const domain = loopBounds(Object.values(stage.kinds).map((records) => records.step));
   const crosshair = new Crosshair();
   const grid = (charts) => el("div", { class: "grid-charts" }, ...charts.map((chart) => specOf(stage, chart)).filter(Boolean).map((spec) => chartCard(spec, domain, crosshair, onPick)));
