@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshloom.algorithms.groups import Groups
 from meshloom.algorithms.own import OwnFunction
+from meshloom.algorithms.reduce import COUNT_EPSILON
 from meshloom.algorithms.registry import Registry
 from meshloom.algorithms.segments import (
     discounted_suffix_sums,
@@ -128,11 +129,12 @@ class Batch:
         return sample_sums(owned_T, torch.bincount(owner_T, minlength=len(self.place_M) + 1))[1:]
 
     def whitened(self, values_M: Tensor) -> Tensor:
-        """Mean 0 and variance 1 (unbiased) over the batch's tokens; 0 when there is a single token."""
-        if not len(values_M):
-            return values_M
-        centred_M = values_M - values_M.mean()
-        variance = centred_M.square().sum() / max(len(values_M) - 1, 1)
+        """Mean 0 and variance 1 (unbiased) over the batch's tokens, up to what ``COUNT_EPSILON`` moves; 0 for a single token."""
+        count = len(values_M)
+        if count < 2:
+            return torch.zeros_like(values_M)
+        centred_M = values_M - values_M.sum() / (count + COUNT_EPSILON)
+        variance = centred_M.square().sum() / (count + COUNT_EPSILON) * (count / (count - 1))
         return centred_M * torch.rsqrt(variance + _VARIANCE_EPSILON)
 
     def of_samples(self, values_S: Tensor) -> Tensor:

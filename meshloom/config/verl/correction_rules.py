@@ -112,6 +112,8 @@ def _rejection(sheet: Sheet) -> str:
         known = ", ".join(f"{one}_{of}" for one in _LEVELS for of in ("k1", "k2", "k3"))
         sheet.refuse(key, f"the rejection {sheet.text(key)!r} has no counterpart here; use one of {known}")
         return key
+    if not sheet.has(threshold):
+        sheet.refuse(key, f"verl has no default of its bound; give {threshold}")
     low, high = _bounds(sheet, threshold)
     lower = f"{GROUP}.rollout_rs_threshold_lower"
     low = sheet.number(lower) if _is_on(sheet, lower) else low
