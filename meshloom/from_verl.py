@@ -53,6 +53,7 @@ def read_verl(words: Sequence[str], native: Sequence[str] = (), *, to_run: bool 
     rows = count_rows(SourceSettings(files=tuple(Path(name).expanduser().as_posix() for name in files)))
     vllm_is_there = there or not to_run
     translation = translate(words, environment=verl_offload(), num_prompts=rows, vllm_is_there=vllm_is_there)
+    translation = _without_default_loggers(translation)
     if translation.kind == "sft":
         return translation
     translation = _without_default_validation(translation)
@@ -91,6 +92,18 @@ def _without_default_validation(translation: Translation) -> Translation:
     kept = {name: native for name, native in translation.settings.items() if not name.startswith("data.validation")}
     text = f"verl's default {', '.join(files.value)} is not there, so nothing is validated"
     return _with(dataclasses.replace(translation, settings=kept), warnings={"data.val_files": text})
+
+
+def _without_default_loggers(translation: Translation) -> Translation:
+    """Without the loggers of verl's own default whose package is not installed; those that are asked for stay."""
+    path = "logging.loggers"
+    native = translation.settings[path]
+    missing = [name for name in native.value if importlib.util.find_spec(name) is None]
+    if "default" not in native.origin or not missing:
+        return translation
+    kept = Native(value=[name for name in native.value if name not in missing], origin=native.origin)
+    text = f"{', '.join(missing)} of verl's default is not installed; metrics are in the run's folder"
+    return _with(translation, settings={path: kept}, warnings={"trainer.logger": text})
 
 
 def _with_score(translation: Translation, files: Sequence[str], native: Sequence[str]) -> Translation:

@@ -1,6 +1,7 @@
 """What verl's keys mean in our settings, where that is not obvious; and that all of verl's keys are known."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import random
@@ -148,6 +149,8 @@ MEANING = [
     ("model.gradient_checkpointing", False, [f"{ACTOR}.strategy=megatron"]),
     ("parallel.rollout.tensor", 2, []),
     ("parallel.actor.fsdp_size", None, []),
+    ("parallel.actor.fsdp_size", None, [f"{ACTOR}.fsdp_config.fsdp_size=16"]),
+    ("batch.prompts_per_update", 0, [f"{ACTOR}.ppo_mini_batch_size=0"]),
     ("parallel.actor.fsdp_size", 4, [f"{ACTOR}.fsdp_config.fsdp_size=4"]),
     (
         "parallel.actor.sequence",
@@ -237,6 +240,9 @@ IGNORED = [
     ["model_engine=megatron", f"+{_TRANSFORMER}.pipeline_model_parallel_layout='Et*6|t*5L'"],
     [f"{_CORRECTION}.bypass_mode=True", f"{_CORRECTION}.rollout_is=token", f"{_CORRECTION}.rollout_is_threshold=3"],
     [f"+{ROLLOUT}.enable_expert_parallel=False"],
+    [f"{ACTOR}.use_kl_loss=True", f"{REFERENCE}.fsdp_config.model_dtype=bfloat16"],
+    ["model_engine=megatron", f"{ACTOR}.use_kl_loss=True", f"{REFERENCE}.megatron.dtype=bfloat16"],
+    ["model_engine=megatron", f"{ACTOR}.ulysses_sequence_parallel_size=1"],
     [f"{_OVERLONG}.len=4096"],
 ]
 
@@ -296,9 +302,19 @@ REFUSED = [
     (
         f"{_CORRECTION}.rollout_rs",
         "no gap is left",
-        [f"{_CORRECTION}.rollout_rs=token_k2", f"{_CORRECTION}.bypass_mode=True"],
+        [
+            f"{_CORRECTION}.rollout_rs=token_k2",
+            f"{_CORRECTION}.rollout_rs_threshold=1",
+            f"{_CORRECTION}.bypass_mode=True",
+        ],
     ),
+    (f"{_CORRECTION}.rollout_rs", "rollout_rs_threshold", [f"{_CORRECTION}.rollout_rs=token_k2"]),
     (f"{_CORRECTION}.rollout_rs", "one of token_k1, seq_max_k2", [f"{_CORRECTION}.rollout_rs='token_k1,seq_max_k2'"]),
+    (
+        f"{ROLLOUT}.engine_kwargs.vllm.quantization",
+        "same arithmetic",
+        [f"+{ROLLOUT}.engine_kwargs.vllm.quantization=fp8"],
+    ),
     (f"{ROLLOUT}.moe_ep_size", "set it to 1", [f"+{ROLLOUT}.moe_ep_size=2"]),
     ("algorithm.codapo_top_k", "no such key; leave it out", ["+algorithm.codapo_top_k=4"]),
     (f"{_TRANSFORMER}.fp8", "bfloat16 or float32", ["model_engine=megatron", f"+{_TRANSFORMER}.fp8=hybrid"]),
@@ -406,6 +422,16 @@ def test_without_vllm_the_embedded_engine_generates() -> None:
     assert translation.settings["rollout.engine"].value == "torch"
     assert not any(path.startswith("rollout.vllm") for path in translation.settings)
     assert f"{ROLLOUT}.gpu_memory_utilization" in translation.ignored
+
+
+def test_a_logger_of_verls_default_is_left_out_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that asks for no logger was refused for want of wandb."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "wandb" else find(name, *of))
+    by_default = read_verl([GRPO])
+    assert by_default.settings["logging.loggers"].value == []
+    assert "not installed" in by_default.warnings["trainer.logger"]
+    assert read_verl([GRPO, "trainer.logger=[console,wandb]"]).settings["logging.loggers"].value == ["wandb"]
 
 
 def test_where_offloaded_bytes_go_is_in_the_environment() -> None:

@@ -129,7 +129,7 @@ class Batch:
         return sample_sums(owned_T, torch.bincount(owner_T, minlength=len(self.place_M) + 1))[1:]
 
     def whitened(self, values_M: Tensor) -> Tensor:
-        """Mean 0 and variance 1 (unbiased) over the batch's tokens, up to what ``COUNT_EPSILON`` moves; 0 for a single token."""
+        """Mean 0 and variance 1 (unbiased) over the batch's tokens, but for ``COUNT_EPSILON``; 0 for a single token."""
         count = len(values_M)
         if count < 2:
             return torch.zeros_like(values_M)

@@ -15,8 +15,8 @@ def batch_rules(sheet: Sheet) -> None:
     """Samples of a prompt, prompts of an update, passes over a step, and what a device holds at once."""
     sheet.set("batch.samples_per_prompt", sheet.whole(f"{ROLLOUT}.n"), f"{ROLLOUT}.n")
     key = f"{ACTOR}.ppo_mini_batch_size"
-    prompts, update = sheet.whole("data.train_batch_size") or 1, sheet.whole(key) or 1
-    if update > prompts and key not in sheet.given.entries:
+    prompts, update = sheet.whole("data.train_batch_size") or 0, sheet.whole(key)
+    if (update or 0) > prompts and key not in sheet.given.entries:
         text = f"verl's default of {update} prompts an update is more than the {prompts} of a step, which verl refuses"
         sheet.set("batch.prompts_per_update", None, "data.train_batch_size")
         sheet.warn(key, f"{text}; here it is one update a step")
@@ -70,9 +70,14 @@ def _unbounded(sheet: Sheet, each: str, dynamic: str) -> None:
     sheet.set("batch.tokens_per_microbatch", max(16384, longest_tokens(sheet)), each, dynamic)
 
 
+def num_devices(sheet: Sheet) -> int:
+    """Devices of all nodes."""
+    return (sheet.whole("trainer.nnodes") or 1) * (sheet.whole("trainer.n_gpus_per_node") or 1)
+
+
 def _replicas(sheet: Sheet) -> int:
     """Devices that hold different samples."""
-    world = (sheet.whole("trainer.nnodes") or 1) * (sheet.whole("trainer.n_gpus_per_node") or 1)
+    world = num_devices(sheet)
     sequence = sheet.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1) or 1
     return max(1, world // max(1, sequence))
 

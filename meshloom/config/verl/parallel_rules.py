@@ -6,7 +6,7 @@ sequence parallelism here, whatever engine the command names; spreading experts 
 
 from dataclasses import dataclass
 
-from meshloom.config.verl.actor_rules import ACTOR, REFERENCE
+from meshloom.config.verl.actor_rules import ACTOR, REFERENCE, num_devices
 from meshloom.config.verl.sheet import Sheet
 
 CRITIC = "critic"
@@ -126,6 +126,14 @@ def role_rules(sheet: Sheet, role: str, where: str) -> None:
     for name in names.experts:
         expert_rule(sheet, f"{prefix}.{name}")
     _offload(sheet, role, names.block, where)
+    sequence = "ulysses_sequence_parallel_size"
+    unread = [f"{prefix}.{name}" for name in (sequence, f"{names.block}.{sequence}", f"{names.block}.fsdp_size")]
+    sheet.ignore(f"the engine {engine!r} does not read it", *sheet.open(unread))
+    if role == "reference":
+        names_of_dtype = ("dtype", "model_dtype", "mixed_precision")
+        kinds = tuple(f"{prefix}.{names.block}.{name}" for name in names_of_dtype)
+        dtypes = [key for key in sheet.open() if key.startswith(kinds)]
+        sheet.ignore("the reference computes in the actor's arithmetic (model.dtype)", *dtypes)
     for block in (block for block in BLOCKS if block != names.block):
         keys = [key for key in sheet.open() if key.startswith(f"{prefix}.{block}.")]
         sheet.ignore(f"the engine {engine!r} does not read it", *keys)
@@ -144,8 +152,11 @@ def _size(sheet: Sheet, role: str, names: Names) -> None:
         sheet.set(f"parallel.{role}.fsdp_size", None, f"{ROLES[role]}.strategy", "model_engine")
         return
     key = _inherited(sheet, role, names.fsdp_size)
-    size = sheet.whole(key, -1)
-    sheet.set(f"parallel.{role}.fsdp_size", size if size and size > 0 else None, key)
+    size, world = sheet.whole(key, -1), num_devices(sheet)
+    if size and size > world:
+        text = f"{size} is more than the {world} devices there are, so the weights are cut over all of them, as in verl"
+        sheet.warn(key, text)
+    sheet.set(f"parallel.{role}.fsdp_size", size if size and 0 < size <= world else None, key)
 
 
 def _cut(sheet: Sheet, role: str, cut: str, name: str, engine: str) -> None:

@@ -57,7 +57,8 @@ class Sheet:
         value = self.value(key, default)
         if value in (True, False, None):
             return bool(value)
-        self.refuse(key, f"{shown(value)} is neither true nor false")
+        kind = "the text " if isinstance(value, str) else ""
+        self.refuse(key, f"{kind}{shown(value)} is neither true nor false, without quotes")
         return bool(self.defaults.get(key, default))
 
     def number(self, key: str, default: float | None = None) -> float | None:

@@ -5,10 +5,13 @@ or run several times is an error here too; an interpolation stays a text, for ``
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 _INTEGER = re.compile(r"[-+]?\d[\d_]*")
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?(inf|nan)", re.IGNORECASE)
+_CALL = re.compile(r"(int|float|str|bool|json_str|choice|range|interval|glob|shuffle|sort|tag)\((.*)\)", re.DOTALL)
+_CASTS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str}
 _WORDS = {"null": None, "true": True, "false": False}
 _QUOTES = "'\""
 
@@ -26,9 +29,27 @@ def read_value(text: str) -> Any:
         if reader.rest():
             raise ValueError(f"{reader.rest()!r} stands behind the value")
         return value
+    if match := _CALL.fullmatch(text):
+        return _called(match[1], match[2])
     if "," in re.sub(r"\$\{[^}]*\}|\\.|\([^)]*\)", "", text):
         raise ValueError("several values are a sweep, which starts several runs; give one, or a list in [ ]")
     return _scalar(text)
+
+
+def _called(name: str, arguments: str) -> Any:
+    """The value of one of Hydra's functions: casts have one, the others are sweeps or change one."""
+    if name not in (*_CASTS, "bool"):
+        raise ValueError(f"{name}(…) is a sweep, which starts several runs, or makes one; give the value itself")
+    value = read_value(arguments)
+    if name == "bool":
+        words = {"true": True, "false": False}
+        if str(value).lower() not in words and not isinstance(value, int | float):
+            raise ValueError(f"{arguments} is neither true nor false")
+        return words.get(str(value).lower(), bool(value))
+    try:
+        return _CASTS[name](str(value).lower() if isinstance(value, bool) and name == "str" else value)
+    except TypeError as error:
+        raise ValueError(f"{arguments} is not one value") from error
 
 
 def _scalar(text: str) -> Any:
