@@ -22,11 +22,12 @@ from meshloom.loop.collect import sample_records
 from meshloom.loop.component_watch import component_metrics
 from meshloom.loop.episodes import Environments, EpisodeCollector
 from meshloom.loop.evaluate import run_evaluation
+from meshloom.loop.invalid_rewards import check_rewards
 from meshloom.loop.objective import with_advantages
 from meshloom.loop.saved_samples import read_saved
 from meshloom.loop.spread import spread_of
 from meshloom.loop.stage import Draw, Spread
-from meshloom.loop.step_metrics import batch_metrics, check_rewards
+from meshloom.loop.step_metrics import batch_metrics
 from meshloom.loop.train import run_training
 from meshloom.loop.validate import validation_metrics
 from meshloom.observe.records import read_metrics, read_samples

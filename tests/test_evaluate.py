@@ -35,6 +35,19 @@ def test_held_out_prompts_alone_are_enough(inputs: Path, tmp_path: Path, capsys:
     assert "use another run_dir" in told and "--resume" not in told.partition("change:")[2]
 
 
+def test_an_evaluation_whose_rewards_fail_says_why(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It used to end with 0, and to say no more than how many there were."""
+    (tmp_path / "own.py").write_text("def score(request):\n    raise KeyError(request.row)\n")
+    data = f"data.validation.files={inputs / 'held_out.jsonl'}"
+    assert main([*evaluation(inputs, tmp_path / "eval", data), f"reward.function={tmp_path / 'own.py'}:score"]) == 3
+    told = capsys.readouterr()
+    assert "5 invalid rewards\nsamples and report" in told.out and (tmp_path / "eval" / "report.html").exists()
+    assert told.err.startswith("error: 100% of the evaluation's rewards are invalid")
+    assert "most often (5 of 5): raised: " in told.err
+
+
 def test_an_evaluation_without_prompts_is_refused(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

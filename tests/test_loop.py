@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -198,6 +199,18 @@ def test_too_many_invalid_rewards_stop_the_run_which_resumes_once_the_function_i
     assert main(command(settings, "--resume")) == 0
     assert main(command(train_settings(inputs, tmp_path / "clean", *changes))) == 0
     assert_same_run(tmp_path / "clean", tmp_path / "run")
+
+
+def test_a_reward_that_never_works_stops_the_run_at_its_first_validation(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run used to generate a whole step besides. Texts that differ by their samples count as one reason."""
+    broken = reward(tmp_path / "own", "def score(request):\n    raise KeyError(request.response)\n")
+    assert main(command(train_settings(inputs, tmp_path / "run", broken))) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: 100% of the first validation's rewards are invalid")
+    assert re.search(r"why: most often \((\d+) of \1\): raised: .*KeyError", error)
+    assert steps_logged(tmp_path / "run") == []
 
 
 def test_equal_rewards_everywhere_warn_and_teach_nothing(

@@ -15,6 +15,7 @@ from meshloom.config.errors import UserError
 from meshloom.config.settings import EvalSettings
 from meshloom.loop.build import build_actor, build_engine, build_validator, check_engine, require_vocabulary
 from meshloom.loop.environments import run_prompts
+from meshloom.loop.invalid_rewards import refuse_invalid
 from meshloom.loop.reward_models import Models
 from meshloom.loop.rewarding import load_reward_models
 from meshloom.loop.surroundings import open_surroundings
@@ -34,11 +35,9 @@ def run_evaluation(settings: EvalSettings) -> int:
 
     Raises:
         UserError: if the input is bad; nothing has been written then.
+        RunFault: as ``evaluate``.
     """
-    console = Console()
-    metrics = evaluate(settings, console)
-    for line in (result_text(metrics), f"samples and report: {settings.run_dir}"):
-        console.print(line, highlight=False, soft_wrap=True)
+    evaluate(settings, Console())
     return 0
 
 
@@ -77,7 +76,12 @@ def _check_run_folder(settings: EvalSettings) -> None:
 
 
 def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
-    """The metrics of a model, written to the run folder with its samples and a report."""
+    """The metrics of a model, written to the run folder with its samples and a report, and printed.
+
+    Raises:
+        UserError: if the input is bad.
+        RunFault: if too many rewards are invalid; the samples are in the folder, with the reasons.
+    """
     check_model_folder(settings.model.path)
     pick_device(settings.device)
     check_engine(settings.rollout)
@@ -119,4 +123,7 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         folder.log_samples(found.records)
         folder.set_status(RunState.FINISHED, step=0, steps=0)
         write_report(folder.path)
+        for line in (result_text(metrics), f"samples and report: {settings.run_dir}"):
+            console.print(line, highlight=False, soft_wrap=True)
+        refuse_invalid(found.invalid, settings, "the evaluation")
     return metrics

@@ -17,6 +17,7 @@ from meshloom.loop.component_watch import ComponentWatch, component_metrics
 from meshloom.loop.correction import rejection_metrics
 from meshloom.loop.frozen_weights import frozen_digests
 from meshloom.loop.groups import cut_of
+from meshloom.loop.invalid_rewards import check_rewards, refuse_invalid
 from meshloom.loop.kl_control import KlWeight
 from meshloom.loop.model_verbs import Model, ReferencePolicy
 from meshloom.loop.reference_role import WithReference
@@ -25,7 +26,7 @@ from meshloom.loop.roles import Lesson, Roles
 from meshloom.loop.session import Cut, Session, Snapshot
 from meshloom.loop.spread import ShortWatch, sifted_metrics
 from meshloom.loop.stage import Draw, Group, Job, Progress, StepDone
-from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, check_rewards, progress_metrics, speed_metrics
+from meshloom.loop.step_metrics import SpreadWatch, batch_metrics, progress_metrics, speed_metrics
 from meshloom.loop.value_objective import value_metrics
 from meshloom.plan.reference import refreshes
 from meshloom.plan.residency import Phase
@@ -147,6 +148,8 @@ class StageFrame:
             found = self.roles.validator.run(step, self.session.clock)
         self.session.log("validation", found.metrics, step=step)
         self.session.log_samples(lambda: found.records)
+        if step == 0:  # nothing is learned yet: what fails here would fail in each step
+            refuse_invalid(found.invalid, self.settings, "the first validation")
         return found.metrics.get("accuracy")
 
     def save(self, progress: Progress, waiting: Sequence[Group[Samples]], score: float | None) -> None:

@@ -1,7 +1,7 @@
 """Numbers of a step that come from its batch.
 
-Owns: reward, length and speed metrics, and the checks on rewards that stop or warn. Always holds: an invalid reward is in
-no mean.
+Owns: reward, length and speed metrics, and the warnings about rewards without spread. Always holds: an invalid reward is in no
+mean.
 """
 
 from collections import Counter
@@ -13,11 +13,9 @@ import torch
 
 from meshloom.algorithms.groups import Groups
 from meshloom.algorithms.shaping import has_spread
-from meshloom.config.errors import RunFault
 from meshloom.config.names import GROUP_ADVANTAGES
 from meshloom.config.settings import TrainSettings
-from meshloom.environments.protocol import FaultReason
-from meshloom.loop.baseline import NO_BASELINE, greedy_tokens
+from meshloom.loop.baseline import greedy_tokens
 from meshloom.loop.component_watch import by_component
 from meshloom.loop.model_verbs import Model
 from meshloom.loop.stage import StepDone
@@ -28,37 +26,6 @@ from meshloom.samples.episodes import joined
 
 ADVISE_AT, REPEAT_EVERY = 5, 50
 """Steps in a row without any spread of rewards after which the user is told again."""
-_OF_ENVIRONMENTS = tuple(FaultReason)
-
-
-def check_rewards(batch: Samples, settings: TrainSettings) -> None:
-    """Refuse a step most of whose rewards say nothing.
-
-    Raises:
-        RunFault: if too many rewards are invalid.
-    """
-    batch = joined(batch)
-    valid = batch["valid"]
-    invalid_share = 1.0 - float(valid.double().mean())
-    if invalid_share > settings.reward.max_invalid_share:
-        reasons = Counter(reason for reason in batch.meta["invalid"] if reason is not None)
-        reason, count = reasons.most_common(1)[0]
-        place, mended, cause = "reward.function", "the reward function", reason.removeprefix(f"{NO_BASELINE}: ")
-        if settings.environment is not None and cause.startswith(FaultReason.REWRITTEN):
-            place, mended = (
-                "environment.rewritten_history",
-                "it by split, or a chat template that leaves earlier turns alone",
-            )
-        elif settings.environment is not None and cause.startswith(_OF_ENVIRONMENTS):
-            place, mended = "environment", "the environment"
-        elif settings.reward.components:
-            place, mended = "reward.components", "the component that it names"
-        raise RunFault(
-            f"{invalid_share:.0%} of this step's rewards are invalid",
-            where=place,
-            why=f"most often ({count} of {len(batch)}): {reason}",
-            fix=f"mend {mended}, or raise reward.max_invalid_share",
-        )
 
 
 @dataclass

@@ -30,6 +30,11 @@ class Validation:
     metrics: dict[str, float]
     records: list[dict[str, Any]]
 
+    @property
+    def invalid(self) -> list[str | None]:
+        """Why each sample's reward is invalid; none where it is a number."""
+        return [record["invalid"] for record in self.records]
+
 
 @dataclass(frozen=True)
 class Validator:
