@@ -235,7 +235,8 @@ _OPERATIONS_PER_CLOCK, _CLOCKS_TO_START = 3000.0, 2500.0
 
 
 def tiles_for(size: Size, part: Part, rows: int, most: int = 5) -> list[Tile]:
-    """What is worth trying: what a rough model says is fastest, at most two counts of pieces for each tile."""
+    """What is worth trying: what a rough model says is fastest, at most two counts of pieces for each tile; two of
+    them with weights called for ahead."""
     columns, inner = size.product(part)
     table = _GATED if part.kind is Kind.GATED else _PIECES
     found: list[tuple[float, Tile]] = []
@@ -244,7 +245,8 @@ def tiles_for(size: Size, part: Part, rows: int, most: int = 5) -> list[Tile]:
         some = [replace(tile, pieces=pieces) for pieces in counts if pieces <= inner // tile.depth // 2]
         clocks = [(_clocks(one, at_once, rows, columns, inner), one) for one in some]
         found += sorted(clocks, key=lambda pair: pair[0])[:2]
-    return [tile for _, tile in sorted(found, key=lambda pair: pair[0])[:most]]
+    tiles = [tile for _, tile in sorted(found, key=lambda pair: pair[0])[:most]]
+    return [*tiles, *(replace(tile, ahead=4) for tile in tiles[:2])]
 
 
 def _clocks(tile: Tile, at_once: int, rows: int, columns: int, inner: int) -> float:

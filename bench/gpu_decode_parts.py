@@ -24,7 +24,7 @@ import meshloom  # noqa: F401  sets the process up before torch is imported
 # isort: split
 import torch
 from decode_parts import SIZES, TINY_TILES, Layers, Part, PastTokens, all_choices, one_choice, tiles_for
-from gpu_common import Budget, common_arguments, console, print_table, require_gpu, synchronize, versions_line
+from gpu_common import Budget, common_arguments, console, require_gpu, synchronize, versions_line
 from rich.console import Console
 from torch import Tensor
 
@@ -281,11 +281,15 @@ def jobs_for(groups: Sequence[tuple[str, int]], overlaps: bool) -> list[Job | At
     return found
 
 
-def entries(size: str, rows: int, best: Mapping[Part, Tile]) -> list[list[str]]:
-    return [
-        [f"({part.kind!s}, {', '.join(map(str, SIZES[size].product(part)))})", str(rows), _short(tile)]
-        for part, tile in best.items()
-    ]
+def entries(found: Mapping[tuple[str, int], Mapping[Part, Tile]]) -> list[str]:
+    """What was fastest, as lines of ``Choices.tiles``."""
+    table: dict[str, list[str]] = {}
+    for (size, rows), best in sorted(found.items()):
+        for part, tile in best.items():
+            columns, inner = SIZES[size].product(part)
+            settings = ", ".join(f"{name}={value}" for name, value in vars(tile).items())
+            table.setdefault(f"(Kind.{part.kind.name}, {columns}, {inner})", []).append(f"({rows}, Tile({settings}))")
+    return [f"    {shape}: ({', '.join(tiles)},)," for shape, tiles in table.items()]
 
 
 def main() -> None:
@@ -332,20 +336,18 @@ def measure(
     tiny: bool,
 ) -> None:
     require_gpu(tiny)
-    rows: list[list[str]] = []
+    found: dict[tuple[str, int], dict[Part, Tile]] = {}
     with torch.no_grad():
         for size, count in groups:
             if budget.left_s < 3:
                 out.print(f"{size} {count}: no time left")
                 continue
             group = Group(out, size, count, tiny, checked)
-            rows += entries(size, count, group.measure(budget))
+            found[size, count] = group.measure(budget)
             if not tiny and count <= 256 and budget.left_s > 3:
                 group.attention(budget)
             out.print(f"– {budget.left_s:.0f} s left", markup=False)
-    print_table(
-        out, "faster than the library, of a product and the kernel behind it", ["product", "rows", "tile"], rows
-    )
+    out.print("faster than the library, with what is behind the product:", *entries(found), sep="\n", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -227,3 +227,20 @@ def test_rewards_have_a_spread_and_know_the_answer(bench) -> None:
     assert reward.last_number("", "the answer is -7", "7") == 0.0
     assert reward.last_number("", "none", "7") == 0.0
     assert reward.spread("", "abCD", "7") == pytest.approx(0.05)
+
+
+def test_tiles_of_a_decode_step_are_checked_and_told_as_the_table_has_them(bench) -> None:
+    """Compiled and compared beside the timing; what was fastest comes out as lines that ``Choices`` takes."""
+    parts, shapes = bench("gpu_decode_parts"), bench("decode_parts")
+    tile = shapes.TINY_TILES[shapes.Kind.GATED][0]
+    right = parts.check(parts.Job("tiny", 16, shapes.Part.GATE_UP, tile, False))
+    wrong = parts.check(parts.Job("tiny", 16, shapes.Part.GATE_UP, tile, True))
+    assert not right.failure and right.error < 1e-3
+    assert wrong.failure or torch.cuda.is_available()
+    lines = parts.entries({("tiny", 16): {shapes.Part.GATE_UP: tile}, ("tiny", 32): {shapes.Part.GATE_UP: tile}})
+    table = eval("{" + "".join(lines) + "}", {"Kind": shapes.Kind, "Tile": shapes.Tile})
+    assert table == {(shapes.Kind.GATED, 256, 64): ((16, tile), (32, tile))}
+    for size in ("0.5b", "1.5b", "7b"):
+        for part in shapes.Part:
+            tiles = shapes.tiles_for(shapes.SIZES[size], part, 192)
+            assert tiles and all(shapes.SIZES[size].product(part)[1] % tile.depth == 0 for tile in tiles)

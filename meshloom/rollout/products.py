@@ -39,6 +39,7 @@ class Tile:
         pieces: of K, each summed up by a program of its own.
         warps: of a program.
         stages: blocks of K on their way at once.
+        ahead: blocks of K whose weights are called for while the kernel before still runs, where kernels overlap.
     """
 
     rows: int
@@ -48,6 +49,7 @@ class Tile:
     pieces: int = 1
     warps: int = 8
     stages: int = 4
+    ahead: int = 0
 
 
 Shape = tuple[Kind, int, int]
@@ -76,7 +78,7 @@ class Choices:
     """What is done by kernels of our own on a device.
 
     Args:
-        tiles: of a product, for up to so many rows; the first that is enough counts, and beyond the last it is the library's.
+        tiles: of a product, each for so many rows down to just above half of them; for other numbers it is the library's.
         overlaps: whether a kernel is launched while the one before still runs, and waits on the device.
         attention: how it is launched.
     """
@@ -89,7 +91,7 @@ class Choices:
         """How to cut a product up; none: the library does it."""
         columns, inner = weight_NK.shape
         for most, tile in self.tiles.get((kind, columns, inner), ()):
-            if len(x_TK) <= most:
+            if most // 2 < len(x_TK) <= most:
                 lies_close = x_TK.is_contiguous() and weight_NK.is_contiguous()
                 return tile if lies_close and x_TK.dtype.itemsize == 2 and inner % tile.depth == 0 else None
         return None
@@ -119,6 +121,7 @@ def gated_product(x_TK: Tensor, weight_NK: Tensor, tile: Tile, *, is_gelu: bool,
     product_kernels.gated_product_kernel[(programs,)](
         x_TK, weight_NK, out, tokens, columns // 2, inner,
         GELU=is_gelu, ROWS=tile.rows, COLUMNS=tile.columns, EXTRA=tile.extra, BLOCK_K=tile.depth,
+        AHEAD=min(tile.ahead, inner // tile.depth),
         PRECISION=_precision(x_TK), OVERLAP=overlaps, num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(overlaps),
     )  # fmt: skip
@@ -134,6 +137,7 @@ def product_in_pieces(x_TK: Tensor, weight_NK: Tensor, tile: Tile, *, overlaps: 
     product_kernels.pieces_kernel[(cdiv(tokens, tile.rows) * cdiv(columns, tile.columns), len(out))](
         x_TK, weight_NK, out, tokens, columns, inner, steps,
         ROWS=tile.rows, COLUMNS=tile.columns, BLOCK_K=tile.depth,
+        AHEAD=min(tile.ahead, blocks - steps * (len(out) - 1)),
         PRECISION=_precision(x_TK), OVERLAP=overlaps, num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(overlaps),
     )  # fmt: skip
