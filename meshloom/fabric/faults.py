@@ -121,7 +121,7 @@ class WorkerFault(RunFault):
         node = seat.node if host in ("", seat.node) else f"{seat.node} (host {host})"
         about = ", ".join(filter(None, (f"on {node}", seat.device, role)))
         where = f"phase {phase}, verb {verb}" if verb else f"phase {phase}, between calls" if phase else ""
-        fix = "the run goes on from its newest checkpoint with --resume"
+        fix = "the run goes on from its newest checkpoint, or begins anew before the first, with --resume"
         super().__init__(
             f"rank {seat.rank} ({about}) {evidence.text}",
             where=where,

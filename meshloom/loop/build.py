@@ -29,6 +29,7 @@ from meshloom.config.settings import (
 )
 from meshloom.data.prompts import end_of_turn
 from meshloom.data.rows import Prompt
+from meshloom.loop.begun import BEGINS_ANEW
 from meshloom.loop.collect import Collector
 from meshloom.loop.environments import RunPrompts, collector_of
 from meshloom.loop.episodes import Environments
@@ -131,6 +132,8 @@ def open_run(
     first_step = 0 if cut is None else cut.values["step"]
     folder = _open_folder(settings, plan, machine, resume=resume, last_step=-1 if cut is None else first_step)
     session = Session(folder, settings, steps=plan.steps, first_step=first_step)
+    if resume and cut is None:
+        session.display.notice(BEGINS_ANEW)
     for warning in plan.warnings:
         session.display.notice(f"warning {warning}")
     for line in plan.lines:

@@ -16,6 +16,7 @@ from meshloom.config.settings import KlPlace, TrainSettings
 from meshloom.fabric.dispatch import GroupLayout
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
+from meshloom.loop.begun import takes_up
 from meshloom.loop.build import (
     build_collector,
     build_validator,
@@ -65,6 +66,7 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
         WorkerFault: if a worker fails; the run goes on from its newest checkpoint.
         RunFault: if the run stops itself.
     """
+    resume = takes_up(carried.settings, resume=resume)
     check_places(carried.settings, resume=resume)
     if carried.settings.rollout.engine == "vllm":
         require_vllm()

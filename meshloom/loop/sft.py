@@ -13,6 +13,7 @@ from torch import Tensor
 from meshloom.algorithms.reduce import Denominators, denominators, reduce
 from meshloom.config.settings import SftSettings
 from meshloom.data.order import PromptOrder
+from meshloom.loop.begun import takes_up
 from meshloom.loop.build import (
     build_actor,
     find_checkpoint,
@@ -141,6 +142,7 @@ def run_sft(settings: SftSettings, *, resume: bool, ahead: CompileAhead | None =
     Raises:
         UserError: if the input is bad; nothing has been written then.
     """
+    resume = takes_up(settings, resume=resume)
     check_model_folder(settings.model.path)
     memory = free_memory(device := pick_device(settings.device))
     check_free(settings.run_dir, resume=resume)

@@ -14,6 +14,7 @@ from meshloom.data.order import PromptOrder
 from meshloom.fabric.dispatch import GroupLayout
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
+from meshloom.loop.begun import takes_up
 from meshloom.loop.build import find_checkpoint, finish_plan, open_run, require_tokens
 from meshloom.loop.facts import least_free_bytes
 from meshloom.loop.many_devices import ASK_S, BUILD_S, DATA_AXES
@@ -48,6 +49,7 @@ def run_sft_over_devices(settings: SftSettings, layout: Layout, *, resume: bool)
         WorkerFault: if a worker fails; the run goes on from its newest checkpoint.
         RunFault: if the run stops itself.
     """
+    resume = takes_up(settings, resume=resume)
     check_model_folder(settings.model.path)
     check_free(settings.run_dir, resume=resume)
     check_loggers(settings.logging.loggers)

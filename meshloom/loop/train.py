@@ -7,6 +7,7 @@ touched or a weight is read.
 from contextlib import ExitStack
 
 from meshloom.config.settings import TrainSettings
+from meshloom.loop.begun import takes_up
 from meshloom.loop.build import (
     build_actor,
     build_collector,
@@ -71,6 +72,7 @@ def run_training(
 
 def _train_here(settings: TrainSettings, *, resume: bool, ahead: CompileAhead | None, only_rollout: bool) -> int:
     """The same on one device, in this process."""
+    resume = takes_up(settings, resume=resume)
     check_places(settings, resume=resume)
     device = pick_device(settings.device)
     memory = free_memory(device)

@@ -27,6 +27,7 @@ from meshloom.observe.records import (
     SampleRecord,
     encode,
     ends_whole,
+    read_metrics,
     rewind_file,
 )
 
@@ -248,8 +249,17 @@ def _refuse_filled(folder: Path) -> None:
             "the run folder is not empty",
             where=str(folder),
             why=f"it holds {shown}; a fresh start writes over nothing",
-            fix="add --resume to go on with that run, or use another run_dir",
+            fix=f"add --resume to {_going_on(folder)}, or use another run_dir",
         )
+
+
+def _going_on(folder: Path) -> str:
+    """What a run that is resumed in a folder does, and what it drops."""
+    if not (folder / SETTINGS_FILE).is_file() or any((folder / CHECKPOINTS_FOLDER).glob("step-*")):
+        return "go on with that run"
+    steps = max((record["step"] for record in read_metrics(folder)), default=0)
+    lost = f"records of {steps:,} step{'s'[: steps != 1]}" if steps else "validation before training"
+    return f"begin that run anew, as no checkpoint of it was saved (dropping its {lost})"
 
 
 def _number(value: Any) -> float | int | None:
