@@ -38,12 +38,13 @@ SEEN = 290
 PATIENCE_S = 25.0
 ATTENTION = [
     Attention(skips=True),
-    Attention(skips=True, stages=2),
-    Attention(skips=True, fills=6),
-    Attention(skips=True, fills=12, stages=2),
-    Attention(skips=True, warps=8),
-    Attention(skips=True, warps=2),
-    Attention(skips=True, stages=4),
+    Attention(skips=True, stages=5),
+    Attention(skips=True, tokens=32, stages=5),
+    Attention(skips=True, tokens=32, stages=7),
+    Attention(skips=True, stages=5, fills=6),
+    Attention(skips=True, tokens=32, stages=7, fills=6),
+    Attention(skips=True, tokens=32, stages=5, warps=2),
+    Attention(skips=True, stages=7),
 ]
 COPIES = 24
 
@@ -277,7 +278,7 @@ def jobs_for(groups: Sequence[tuple[str, int]], overlaps: bool) -> list[Job | At
             tiles = TINY_TILES[part.kind] if size == "tiny" else tiles_for(SIZES[size], part, rows)
             found += [Job(size, rows, part, tile, overlaps) for tile in tiles]
         if size != "tiny" and rows <= 256:
-            found += [AttentionJob(size, rows, how) for how in ATTENTION[: 7 if rows == 256 else 3]]
+            found += [AttentionJob(size, rows, how) for how in ATTENTION[: 8 if rows == 256 else 4]]
     return found
 
 

@@ -6,8 +6,8 @@ reads a size from it, so all can be captured in a graph; sums are in float32.
 The cache of one layer is [pages, 2, K, P, D], keys before values; kernels get its address from a table on the device, so
 a captured graph survives a cache that moved.
 
-Legend: T tokens, H query heads, K key-value heads, G queries per key-value head, P tokens of a page, D width of a head,
-E hidden width, F width of the feed-forward layer.
+Legend: T tokens, H query heads, K key-value heads, G queries per key-value head, P tokens of a page, B of them, D width of a
+head, E hidden width, F width of the feed-forward layer.
 """
 
 import triton
@@ -134,12 +134,13 @@ def decode_attention_kernel(
     qkv_ptr, out_ptr, partial_ptr, stat_ptr, pool_ptr, table_ptr, seen_ptr,
     scale, layer, table_stride, window,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, SKIPS: tl.constexpr, OVERLAP: tl.constexpr,
+    B: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    SKIPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, one key-value head, one split of its pages: attention of the G queries of its newest token.
+    """One sequence, one key-value head, one split of its blocks of B tokens: attention of the G queries of its newest token.
 
     ``seen`` is how many tokens the sequence has, the newest included; 0 for a row that is not in use, whose output is 0. With
-    SKIPS the keys of the last page that are not there are not read.
+    SKIPS the keys of the last block that are not there are not read.
     """
     after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -149,14 +150,15 @@ def decode_attention_kernel(
     start = 0
     if WINDOW:
         start = tl.maximum(seen - window, 0)
-    first = start // P
-    last = (seen + P - 1) // P
+    first = start // B
+    last = (seen + B - 1) // B
     per_split = (last - first + SPLITS - 1) // SPLITS
     begin = first + split * per_split
     end = tl.minimum(begin + per_split, last)
     g = tl.arange(0, GP)
     d = tl.arange(0, D)
-    tok = tl.arange(0, P)
+    tok = tl.arange(0, B)
+    per_page: tl.constexpr = P // B
     q_at = qkv_ptr + (row * (H + 2 * K) + kv_head * G) * D
     q = tl.load(q_at + g[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0)
     pool = _layer_of(pool_ptr, layer, qkv_ptr.dtype.element_ty)
@@ -164,9 +166,9 @@ def decode_attention_kernel(
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, D], tl.float32)
     for i in range(begin, end):
-        page = tl.load(table_ptr + row * table_stride + i).to(tl.int64)
-        block = pool + (page * (2 * K) + kv_head) * (P * D)
-        position = i * P + tok
+        page = tl.load(table_ptr + row * table_stride + i // per_page).to(tl.int64)
+        block = pool + (page * (2 * K) + kv_head) * (P * D) + (i % per_page) * (B * D)
+        position = i * B + tok
         key_at = block + tok[None, :] * D + d[:, None]
         key = tl.load(key_at, mask=(position < seen)[None, :], other=0.0) if SKIPS else tl.load(key_at)
         valid = position < seen

@@ -62,12 +62,15 @@ class Attention:
 
     Args:
         warps: of a program.
-        stages: pages on their way at once, if shared memory holds them.
+        tokens: of a page that are read at once, a power of two of at least 16; a whole page if it has no more.
+        stages: of Triton's pipeline, if shared memory holds so many blocks. Where a block is depends on the table of pages,
+            so that of s stages (s − 1) / 2 blocks are on their way.
         fills: programs for each processor of the device that are wanted at least.
-        skips: whether what is not there of a last page is left unread.
+        skips: whether what is not there of a last block is left unread.
     """
 
     warps: int = 4
+    tokens: int = 1024
     stages: int = 3
     fills: int = 3
     skips: bool = False

@@ -103,7 +103,7 @@ class TritonOps:
             qkv, out, partial, stat, pool.addresses, slots.table, slots.seen,
             scale * _LOG2E, layer, slots.table.stride(0), 0 if window is None else window,
             H=heads, K=shape.num_kv_heads, G=shape.group, GP=max(16, next_power_of_2(shape.group)),
-            D=shape.head_dim, P=shape.page, SPLITS=splits, WINDOW=window is not None,
+            D=shape.head_dim, P=shape.page, B=self._block(shape), SPLITS=splits, WINDOW=window is not None,
             PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", SKIPS=how.skips, OVERLAP=self._overlaps,
             num_warps=how.warps, num_stages=self._stages(shape, qkv), **self._launch,
         )  # fmt: skip
@@ -118,10 +118,14 @@ class TritonOps:
         wanted = self._choices.attention.fills * self._processors
         return min(_MOST_SPLITS, next_power_of_2(max(1, cdiv(wanted, programs))))
 
+    def _block(self, shape: HeadShape) -> int:
+        """Tokens of a page at once."""
+        return min(shape.page, self._choices.attention.tokens)
+
     def _stages(self, shape: HeadShape, like: Tensor) -> int:
-        """Pages on their way at once: as many as shared memory holds, and are wanted."""
-        page_bytes, most = 2 * shape.page * shape.head_dim * like.itemsize, self._choices.attention.stages
-        return most if self._shared_bytes is None else max(1, min(most, self._shared_bytes * 9 // 10 // page_bytes))
+        """Blocks on their way at once: as many as shared memory holds, and are wanted."""
+        bytes_each, most = 2 * self._block(shape) * shape.head_dim * like.itemsize, self._choices.attention.stages
+        return most if self._shared_bytes is None else max(1, min(most, self._shared_bytes * 9 // 10 // bytes_each))
 
     def gated(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
         width = gate_up.shape[-1] // 2
