@@ -218,6 +218,22 @@ MEANING = [
 
 
 _FILTER = "algorithm.filter_groups.enable=True"
+_LORA = "actor_rollout_ref.model.lora"
+_MEGATRON = f"{ACTOR}.megatron.offload"
+_DISK = ["model_engine=megatron", f"{_MEGATRON}.param.target=disk", f"{_MEGATRON}.disk.path=/nvme"]
+_MINDSPEED = ["model_engine=mindspeed", f"{ACTOR}.mindspeed.tensor_model_parallel_size=4"]
+MEANING += [
+    ("model.lora.target_modules", ["o_proj"], [f"{_LORA}.rank=8", f"{_LORA}.target_modules=[linear_proj]"]),
+    ("offload.actor.parameters", "disk", _DISK),
+    ("offload.folder", "/nvme", _DISK),
+    ("offload.actor.optimizer", "host", ["model_engine=megatron", f"{_MEGATRON}.optimizer.target=cpu"]),
+    ("parallel.actor.tensor", 4, _MINDSPEED),
+    (
+        "model.gradient_checkpointing",
+        True,
+        [*_MINDSPEED, f"+{ACTOR}.mindspeed.llm_kwargs.recompute_granularity=full"],
+    ),
+]
 MEANING += [
     ("algorithm.advantage", "remax", ["algorithm.adv_estimator=remax"]),
     ("algorithm.filter_groups.enabled", True, [_FILTER]),
@@ -244,6 +260,8 @@ IGNORED = [
     ["model_engine=megatron", f"{ACTOR}.use_kl_loss=True", f"{REFERENCE}.megatron.dtype=bfloat16"],
     ["model_engine=megatron", f"{ACTOR}.ulysses_sequence_parallel_size=1"],
     [f"{_OVERLONG}.len=4096"],
+    [f"{_LORA}.rank=8", f"+{_LORA}.fully_sharded_loras=True"],
+    ["actor_rollout_ref.model.use_prefix_tree=True"],
 ]
 
 
@@ -315,8 +333,12 @@ REFUSED = [
         "same arithmetic",
         [f"+{ROLLOUT}.engine_kwargs.vllm.quantization=fp8"],
     ),
+    (f"{_MEGATRON}.param.target", "needs a folder", ["model_engine=megatron", f"{_MEGATRON}.param.target=disk"]),
+    (f"{_LORA}.type", "no such choice", [f"{_LORA}.rank=8", f"{_LORA}.type=dora"]),
+    (f"{_LORA}.target_modules", "no such choice", [f"{_LORA}.rank=8", f"{_LORA}.target_modules=[linear_q]"]),
+    (f"{ROLLOUT}.custom.agents", "environment.tools", [f"+{ROLLOUT}.custom.agents=7"]),
     (f"{ROLLOUT}.moe_ep_size", "set it to 1", [f"+{ROLLOUT}.moe_ep_size=2"]),
-    ("algorithm.codapo_top_k", "no such key; leave it out", ["+algorithm.codapo_top_k=4"]),
+    ("algorithm.codapo_top_k", "to 0.9; leave it out", ["+algorithm.codapo_top_k=4"]),
     (f"{_TRANSFORMER}.fp8", "bfloat16 or float32", ["model_engine=megatron", f"+{_TRANSFORMER}.fp8=hybrid"]),
     (
         "actor_rollout_ref.model.override_config.attention_dropout",

@@ -47,14 +47,16 @@ elif [ "$backend" = "x" ]; then CONFIG="a.engine=x"
 else
     CONFIG="a.engine=megatron"
 fi
+case "$backend" in none | fsdp | cpu) KIND=known ;; esac
+[ -z "$KIND" ] && { KIND=empty; }
 for v in A B; do unset "$v"; done
 cat <<EOF > /dev/null
 it's "text
 python3 -m verl.trainer.main_ppo a.b=9
 EOF
 LAUNCH=(python3)
-if [ "${VERL_USE_UV:-1}" != 0 ] && [ "${DEVICE:-gpu}" = gpu ]; then LAUNCH=(uv run --extra vllm python3); fi
-"${LAUNCH[@]}" -m verl.trainer.sft_trainer "${lora[@]}" ${CONFIG} "${EXTRA[@]}" a.lr=$LR "${none[@]}" "$@"
+if [ "${UV:-1}" != 0 ] && { [ "${DEVICE:-gpu}" = x ] || { [ "$CP" = 1 ]; }; }; then LAUNCH=(uv run --extra vllm python3); fi
+"${LAUNCH[@]}" -m verl.trainer.sft_trainer "${lora[@]}" ${CONFIG} "${EXTRA[@]}" a.lr=$LR a.kind=$KIND "${none[@]}" "$@"
 """,
     "quotes": r"""
 A=1 B="two words"

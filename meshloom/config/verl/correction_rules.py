@@ -21,7 +21,7 @@ def correction_rules(sheet: Sheet) -> None:
     if sheet.flag(bypass):
         sheet.set("algorithm.proximal", "sampler", bypass)
         mode = sheet.text(f"{ACTOR}.policy_loss.loss_mode")
-        if mode not in ("", "vanilla"):
+        if mode not in ("", "vanilla", "dppo_tv", "dppo_kl"):
             sheet.warn(bypass, f"verl computes PPO's clipped loss with it, whatever loss_mode says; here it is {mode}")
     weighs = _weights(sheet)
     rejects = _rejection(sheet)

@@ -90,8 +90,27 @@ def model_rules(sheet: Sheet, model: str = MODEL) -> None:
     _overrides(sheet, f"{model}.override_config")
 
 
-_ADAPTERS = {"lora_A_init_method": ("kaiming", "xavier"), "lora_B_init_method": ("zero",)}
+_LAYERS = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc2": ["down_proj"],
+}
+"""Megatron's names of layers, in those of a Hugging Face folder."""
+_ADAPTERS = {
+    "type": ("lora", "canonical_lora", "vlm_lora"),
+    "lora_A_init_method": ("kaiming", "xavier"),
+    "lora_B_init_method": ("zero",),
+}
 """How adapters begin: peft's own way, which is near each of these."""
+
+
+def _layers_of_megatron(names: list[str]) -> list[str]:
+    """The layers that Megatron's names mean, all of them being every linear layer; empty if a name is another."""
+    if set(names) == set(_LAYERS):
+        return ["all-linear"]
+    known = all(name in _LAYERS for name in names)
+    return [layer for name in names for layer in _LAYERS[name]] if known else []
 
 
 def _adapters(sheet: Sheet, model: str) -> None:
@@ -105,10 +124,15 @@ def _adapters(sheet: Sheet, model: str) -> None:
         return
     sheet.set("model.lora.rank", rank, rank_key)
     sheet.set("model.lora.alpha", sheet.number(alpha_key), alpha_key)
-    sheet.set("model.lora.target_modules", sheet.texts(modules_key), modules_key)
+    own = f"{model}.lora.target_modules"
+    if sheet.has(own) and (layers := _layers_of_megatron(sheet.texts(own))):
+        sheet.set("model.lora.target_modules", layers, own)
+        sheet.ignore(f"{own} decides", modules_key)
+    else:
+        sheet.set("model.lora.target_modules", sheet.texts(modules_key), modules_key)
     sheet.set("model.lora.dropout", sheet.number(f"{model}.lora.dropout", 0.0), f"{model}.lora.dropout")
-    harmless = {"type": "lora", "merge": None, "dtype": None, "dropout_position": "pre", "a2a_experimental": None}
-    for key in more:
+    harmless = ("merge", "dtype", "dropout_position", "a2a_experimental", "fully_sharded_loras")
+    for key in sheet.open(more):
         name = key.rpartition(".")[2]
         if name in harmless or name.startswith("freeze_") or not sheet.has(key):
             sheet.ignore("the base is frozen and adapters are peft's own", key)

@@ -195,10 +195,14 @@ CONFIG_NAMES = {
 }
 """Configurations that come with verl, and what differs in their defaults."""
 
+_OVERLAP = "use main_ppo, and algorithm.max_lag_versions=1 in front of -- where generation may run ahead"
 OTHER_ENTRIES = {
     "main_eval": "it scores responses that are already in a file; `meshloom eval` generates and scores",
     "main_generation": "it only generates; `meshloom eval` generates and scores, and keeps the samples",
     "main_generation_server": "it only generates; `meshloom eval` generates and scores, and keeps the samples",
+    "fully_async_main": _OVERLAP,
+    "main_ppo_one_step_off": _OVERLAP,
+    "one_step_off_main": _OVERLAP,
     "model_merger": "checkpoints are exported with `meshloom export`",
 }
 """Other programs of verl, by the end of their name, and what to do instead."""

@@ -17,6 +17,7 @@ from meshloom.config.verl.command import UNRESOLVED
 from meshloom.config.verl.known import KnownKeys
 from meshloom.config.verl.values import read_value
 
+_ROLE = r"(actor_rollout_ref\.(?:actor|ref)|critic)"
 _OLD_NAMES = (
     (r"(?:reward_model|custom_reward_function)\.overlong_buffer\.(.+)", r"reward.reward_kwargs.overlong_buffer_cfg.\1"),
     (r"custom_reward_function\.reward_kwargs(.*)", r"reward.custom_reward_function.reward_kwargs\1"),
@@ -34,6 +35,8 @@ _OLD_NAMES = (
     (r"optim\.warmup_steps_ratio", "optim.lr_warmup_steps_ratio"),
     (r"(.*\.)?optim\.(?:warmup_style|lr_scheduler)", r"\1optim.lr_scheduler_type"),
     (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp\.(.+)", r"\1.fsdp_config.\2"),
+    (rf"{_ROLE}\.mindspeed\.llm_kwargs\.(.+)", r"\1.megatron.override_transformer_config.\2"),
+    (rf"{_ROLE}\.mindspeed\.(.+)", r"\1.megatron.\2"),
     (r"critic\.model\.fsdp_config\.(.+)", r"critic.fsdp_config.\1"),
     (r"actor_rollout_ref\.actor\.policy_loss\.(tau_pos|tau_neg)", r"actor_rollout_ref.actor.\1"),
     (r"actor_rollout_ref\.model\.lora\.(rank|alpha)", r"actor_rollout_ref.model.lora_\1"),
@@ -158,9 +161,8 @@ class Given:
         if typed in self.known.groups:
             return "this is a group of keys, not a key: give the keys in it"
         near = self.known.nearest(typed)
-        return (
-            f"verl has no such key; did you mean {' or '.join(near)}?" if near else "verl has no such key; leave it out"
-        )
+        advice = f"did you mean {' or '.join(near)}?" if near else "leave it out"
+        return f"verl has no such key in its releases 0.4 to 0.9; {advice}"
 
     def resolve(self, defaults: Mapping[str, Any]) -> None:
         """Put values in for ``${a.b}`` and ``${oc.env:NAME}``."""

@@ -47,6 +47,8 @@ HARMLESS: tuple[tuple[str, str], ...] = (
     ("*.pad_bshd_to_minibatch_max", _PADDING),
     ("*.max_seqlen_per_dp_cp_rank", _PADDING),
     ("*.use_torch_compile", "it compiles verl's entropy; layers are compiled as model.compile says"),
+    ("*.use_prefix_tree", "it saves time where samples share a prompt; the result is the same"),
+    ("*.prefix_tree_attention", "it saves time where samples share a prompt; the result is the same"),
     ("*.use_prefix_grouper", "it saves time where samples share a prompt; the result is the same"),
     ("*.rollout_n", "it is actor_rollout_ref.rollout.n"),
     ("*.load_weight", "weights are always loaded"),
@@ -116,6 +118,7 @@ HARMLESS: tuple[tuple[str, str], ...] = (
     ("actor_rollout_ref.rollout.skip_tokenizer_init", "text never reaches the engine"),
     ("actor_rollout_ref.rollout.limit_images*", "prompts are text"),
     ("actor_rollout_ref.rollout.swap_space", _MEMORY),
+    ("actor_rollout_ref.rollout.enable_sleep_mode", _MEMORY),
     ("actor_rollout_ref.rollout.scheduling_policy", _SPEED),
     ("actor_rollout_ref.rollout.n_gpus_per_node", "generation shares the trainer's devices"),
     ("actor_rollout_ref.rollout.disaggregation.*", "prefill and decoding share their devices"),
@@ -239,6 +242,12 @@ ONLY: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
         "the reference is the model that training starts from",
         "the reference is the model that training starts from; leave it out",
     ),
+    (
+        "actor_rollout_ref.rollout.custom*",
+        (None, {}),
+        "it is empty",
+        "agent frameworks of your own are not run; add environment.tools or environment.gym to the command",
+    ),
     ("skip.*.enable", _NULL, "nothing is skipped", "samples are always generated; set it to False"),
 )
 """Patterns of keys, the values that change nothing, why, and what to do about others. They come before ``HARMLESS``."""
@@ -251,7 +260,8 @@ _TRANSFORMER_SAME = (
     "moe_pad_expert_input_to_capacity", "moe_flex_dispatcher_backend", "cpu_offloading*", "batch_p2p_comm", "swap_*",
     "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage", "cp_partition_mode", "context_parallel_size",
     "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "variable_seq_lengths", "overlap_*", "tp_comm_*",
-    "delay_wgrad_compute", "distribute_saved_activations", "use_cpu_initialization",
+    "init_method_std", "keep_mtp_spec_in_bf16", "seq_length", "micro_batch_size", "spec", "cp_comm_type",
+    "calculate_per_token_loss", "delay_wgrad_compute", "distribute_saved_activations", "use_cpu_initialization",
 )  # fmt: skip
 """Arguments of Megatron's transformer that are about speed, memory and where layers are."""
 _TRANSFORMER_ZERO = {
@@ -301,6 +311,8 @@ def _transformer(sheet: Sheet, key: str) -> None:
         if value and sheet.value(f"{key.rpartition('.')[0]}.moe_router_bias_update_rate") != 0:
             sheet.refuse(key, "the router's bias is not moved here; set moe_router_bias_update_rate to 0 as well")
         sheet.ignore("the router's bias is what the model's folder holds", key)
+    elif name.startswith("mtp_") and value:
+        sheet.refuse(key, "further tokens at once are not learned; leave it out")
     elif name.startswith(("fp8", "fp4")) and value:
         sheet.refuse(key, "training computes in bfloat16 or float32; leave it out")
     elif any(fnmatchcase(name, pattern) for pattern in _TRANSFORMER_SAME) or value in (None, {}):

@@ -87,7 +87,7 @@ def engine_of(sheet: Sheet, role: str) -> str:
 
 
 def _known_engine(sheet: Sheet, key: str) -> str:
-    name = {"dp": "fsdp", "": "fsdp"}.get(sheet.text(key), sheet.text(key))
+    name = {"dp": "fsdp", "": "fsdp", "mindspeed": "megatron"}.get(sheet.text(key), sheet.text(key))
     if name in ENGINES:
         return name
     sheet.refuse(key, f"the engine {name!r} is not known; training here is FSDP2: set it to fsdp")
@@ -184,6 +184,10 @@ def _offload(sheet: Sheet, role: str, block: str, where: str) -> None:
     states = {"parameters": ["param_offload", "offload_params"], "optimizer": ["optimizer_offload"]}
     for state, names in states.items():
         keys = [f"{prefix}.{block}.{name}" for name in names]
+        if sheet.has(target := f"{prefix}.{block}.offload.{_STATES[state]}.target"):
+            _offload_to(sheet, f"offload.{role}.{state}", target, f"{prefix}.{block}.offload.disk.path", where)
+            sheet.ignore(f"{target} decides", *keys)
+            continue
         if state == "parameters" and role == "reference" and block in ("megatron", "veomni"):
             keys = [_inherited(sheet, role, f"{block}.param_offload")]
         if state == "optimizer" and role == "reference":
@@ -197,10 +201,29 @@ def _offload(sheet: Sheet, role: str, block: str, where: str) -> None:
     if sheet.settings[f"offload.{role}.parameters"].value == "disk":
         sheet.count("offload.folder", *everything)
     reason = "gradients are where the optimizer's state is"
-    sheet.ignore(reason, f"{prefix}.{block}.grad_offload")
+    sheet.ignore(reason, f"{prefix}.{block}.grad_offload", f"{prefix}.{block}.offload.grad.target")
+    sheet.ignore("nothing goes to a disk", f"{prefix}.{block}.offload.disk.path")
+    sheet.ignore("how much is copied at once is not set", f"{prefix}.{block}.offload.disk.chunk_size_mb")
     sheet.ignore(
         "nothing is offloaded all the time", f"{prefix}.{block}.offload_policy", f"{prefix}.{block}.cpu_offload"
     )
+
+
+_STATES = {"parameters": "param", "optimizer": "optimizer"}
+_PLACES = {"none": "none", "null": "none", "cpu": "host", "disk": "disk"}
+
+
+def _offload_to(sheet: Sheet, path: str, target: str, folder: str, where: str) -> None:
+    """A state's place by its name, and the folder of a disk."""
+    place = _PLACES.get(sheet.text(target), "")
+    if not place:
+        sheet.refuse(target, f"{sheet.text(target)!r} is none of none, cpu, disk")
+    sheet.set(path, place or "none", target)
+    if place == "disk" and not where:
+        if not sheet.has(folder):
+            sheet.refuse(target, f"a disk needs a folder; set {folder}")
+        else:
+            sheet.set("offload.folder", sheet.text(folder), folder)
 
 
 def _optimizer_arguments(sheet: Sheet, prefix: str) -> list[str]:

@@ -179,6 +179,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "experts are not spread over devices while generating; set it to False",
     ),
     "moe_ep_size": ((1, None), "it is 1", "experts are not spread over devices while generating; set it to 1"),
+    "moe_tensor_parallel_size": ((1, None), "it is 1", "experts are cut as all layers are; set it to 1"),
     "moe_tp_size": ((1, None), "it is 1", "experts are cut as all layers are; set it to 1"),
     "skip_rollout": ((False, None), "it is off", "samples are always generated; set it to False"),
     "nnodes": (

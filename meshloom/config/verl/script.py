@@ -121,6 +121,8 @@ def _statements(text: str) -> Iterator[tuple[str, str]]:
     place = start = 0
     sign = "\n"
     while place < len(text):
+        if text[place] == "{" and _begins_group(text, start, place):
+            place = behind_bracket(text, place)
         match = _OPERATORS.match(text, place)
         if match and not _inside(text, start, place, match[0]):
             yield sign, text[start:place].strip()
@@ -133,11 +135,23 @@ def _statements(text: str) -> Iterator[tuple[str, str]]:
     yield sign, text[start:].strip()
 
 
+def _begins_group(text: str, start: int, place: int) -> bool:
+    """Whether a bracket stands where a command could, and is no part of a word."""
+    return text[place + 1 : place + 2].isspace() and text[start:place].split() in (
+        [],
+        ["if"],
+        ["elif"],
+        ["then"],
+        ["!"],
+    )
+
+
 def _inside(text: str, start: int, place: int, sign: str) -> bool:
     """Whether a sign is a part of a redirection, of ``[[ … ]]`` or of a pattern of ``case``."""
     if sign in ("&", "|") and (text[place - 1 : place] == ">" or text[place + 1 : place + 2] == ">"):
         return True
-    if sign == "|" and re.match(r"[^()\s;&]*\)", text[place:]) and not re.search(r"[(\s]", text[start:place].strip()):
+    patterns = [one.split() for one in text[start:place].split("|")]
+    if sign == "|" and re.match(r"\|[^()\n;&$`]*\)", text[place:]) and all(len(words) == 1 for words in patterns):
         return True
     before = text[start:place].split()
     return sign in ("&&", "||") and "[[" in before and "]]" not in before
@@ -163,7 +177,7 @@ class _Reader:
         if keyword in ("if", "elif"):
             self._open(keyword)
             self._condition("\n", rest)
-        elif keyword in ("then", "else", "do", "{", "time", "nohup"):
+        elif keyword in ("then", "else", "do", "time", "nohup"):
             self._inner(keyword)
             self.take(sign, rest) if rest else None
         elif keyword in ("for", "while", "until", "select"):
@@ -231,6 +245,11 @@ class _Reader:
             does = False if wanted is False else None if wanted is None else does
         if does is False:
             return
+        if statement.startswith("{") and statement.endswith("}"):
+            self.frames.append(_Frame("group", value=does))
+            self.read(statement[1:-1])
+            self.frames.pop()
+            return
         if match := _ARRAY.fullmatch(statement):
             self._set_array(match, known=does is True)
             status: bool | None = True
@@ -276,9 +295,13 @@ class _Reader:
 
     def _test(self, statement: str) -> bool | None:
         """Whether a condition holds; none if that does not follow from the text."""
-        words = self.scope.words(statement)
-        negated = words[:1] == ["!"]
-        value = _holds(words[negated:])
+        statement, negated = statement.removeprefix("!").strip(), statement.startswith("!")
+        if statement.startswith("{") and statement.endswith("}"):
+            value = None
+            for sign, inner in _statements(statement[1:-1]):
+                value = _joined(value, sign, self._test(inner)) if inner else value
+        else:
+            value = _holds(self.scope.words(statement))
         return value if value is None or not negated else not value
 
 
