@@ -235,8 +235,10 @@ def test_an_unfinished_run_with_a_half_last_line_has_a_report(tmp_path):
 
 
 def test_a_folder_without_metrics_is_a_clear_error(tmp_path):
-    with pytest.raises(UserError, match="nothing to show"):
+    with pytest.raises(UserError, match="nothing to show(?s:.*)no metrics.jsonl"):
         write_report(tmp_path)
+    with pytest.raises(UserError, match="nothing to show(?s:.*)no such folder(?s:.*)run_dir"):
+        write_report(tmp_path / "typo")
     assert not list(tmp_path.iterdir())
 
 

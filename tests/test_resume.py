@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshloom.config.errors import UserError
 from meshloom.config.settings import SftSettings, TrainSettings
+from meshloom.loop.build import find_checkpoint
 from meshloom.loop.train import run_training
 from meshloom.observe.run_folder import read_status
 from tests.lesson_runs import (
@@ -206,6 +208,10 @@ def test_a_finished_run_resumes_to_nothing_or_to_more_steps(inputs: Path, uninte
     assert finish(command(train_settings(inputs, run_dir, "batch.steps=2", *constant)), inputs / "longer.out") == 0
     assert finish(command(train_settings(inputs, run_dir, "batch.steps=2", *constant), "--resume"), inputs / "out") == 0
     assert steps_logged(run_dir) == [1, 2]
+    with pytest.raises(
+        UserError, match="has done 2 steps, more than batch.steps=1"
+    ):  # it was "stopped after step 2 of 1"
+        find_checkpoint(train_settings(inputs, run_dir, "batch.steps=1", *constant))
     assert finish(command(train_settings(inputs, run_dir, "batch.steps=4", *constant), "--resume"), inputs / "out") == 0
     assert finish(command(train_settings(inputs, longer, "batch.steps=4", *constant)), inputs / "longer.out") == 0
     assert_same_run(longer, run_dir)

@@ -149,7 +149,10 @@ def require_same(saved: Settings, new: Settings, allowed: Collection[str] = MAY_
     lines = [
         f"  {path}: {old!r} in the checkpoint, {now!r} now ({new.provenance.of(path)})" for path, old, now in found
     ]
-    fix = "give the checkpoint's values, or start a new run in another run_dir"
+    fix = (
+        "give the checkpoint's values, or begin a new run in another run_dir, whose model.path may be the checkpoint's "
+        "folder model (with adapters: what meshloom export makes of it)"
+    )
     if any(_names_files(path) for path, _, _ in found):
         fix += "; where a file has only moved, name its new place in the run's settings.yaml too"
     raise UserError(

@@ -61,7 +61,8 @@ def find_checkpoint(settings: S) -> tuple[Path | None, S]:
     settings are given now.
 
     Raises:
-        UserError: if there is no run, it is in use, its settings contradict these, or the checkpoint is damaged.
+        UserError: if there is no run, it is in use, its settings contradict these, it has done more steps than they say, or
+            the checkpoint is damaged.
     """
     run_dir = Path(settings.run_dir)
     check_free(run_dir, resume=True)
@@ -74,7 +75,13 @@ def find_checkpoint(settings: S) -> tuple[Path | None, S]:
         return None, settings
     saved = load_settings(type(settings), run_dir / SETTINGS_FILE)
     require_same(saved, settings)
-    verify(checkpoint)
+    done, steps = verify(checkpoint).step, settings.batch.steps
+    if steps is not None and steps < done:
+        raise UserError(
+            f"the run has done {done} steps, more than batch.steps={steps}",
+            where=f"batch.steps ({settings.provenance.of('batch.steps')})",
+            fix=f"batch.steps={done} or more: it counts from the beginning of the run, not from where it goes on",
+        )
     return checkpoint, as_begun(saved, settings)
 
 

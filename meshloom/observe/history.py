@@ -98,7 +98,9 @@ def read_stages(
         found.append(_read_stage(root.resolve().name, root))
     found = [stage for stage in found if stage.records]
     if not found:
-        raise UserError("there is nothing to show", where=str(root), why=f"no {METRICS_FILE} with records in it")
+        why = f"no {METRICS_FILE} with records in it" if root.is_dir() else "there is no such folder"
+        fix = "name the folder of a run (run_dir), one that has finished a step"
+        raise UserError("there is nothing to show", where=str(root), why=why, fix=fix)
     return found
 
 
