@@ -102,6 +102,22 @@ def terminal(out: io.StringIO) -> Console:
     return Console(file=out, width=120, height=40, force_terminal=True, color_system=None)
 
 
+def test_a_run_with_a_reference_and_a_critic_shows_both():
+    """A step in which the critic learns alone had no number of it, and the divergence was in the files only."""
+    given = train(1)
+    given["metrics"] |= {"kl_reference": 0.0125, "explained_variance": 0.25}
+    out, screen = io.StringIO(), io.StringIO()
+    with (
+        open_display("run", steps=3, console=Console(file=out)) as lines,
+        open_display("run", steps=3, console=terminal(screen)) as table,
+    ):
+        for display in (lines, table):
+            display.record(given)
+    assert "tokens 40  kl 0.0125  explained 25.0 %  2.0 s" in out.getvalue()
+    text = drawn(screen)
+    assert text[text.rindex(" step ") :].splitlines()[0].split()[-3:] == ["seconds", "kl", "explained"]
+
+
 def test_invalid_rewards_show_in_the_line_and_in_the_table():
     """A run whose reward function failed for some samples looked like one in which it did not."""
     given = train(1)

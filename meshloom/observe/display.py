@@ -54,6 +54,8 @@ _COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
         ("tokens/s", "tokens_per_second"),
     ),
 }
+_MORE = (("kl", "kl_reference"), ("explained", "explained_variance"))
+"""What only runs with a reference or a critic have; the last to get room."""
 
 
 class Display(Protocol):
@@ -150,7 +152,7 @@ def line_text(record: Mapping[str, Any], steps: int, eta: str = "") -> str:
     metrics, kind = record["metrics"], record["kind"]
     head = f"step {record['step']}/{steps}" + ("  validation" if kind == "validation" else "")
     parts = [head]
-    names = _OF_VALIDATION if kind == "validation" else _COLUMNS["sft" if kind == "sft" else "rl"]
+    names = _OF_VALIDATION if kind == "validation" else (*_COLUMNS["sft" if kind == "sft" else "rl"], *_MORE)
     for label, name in names:
         if metrics.get(name) is None:
             continue
@@ -293,12 +295,9 @@ class LiveDisplay(_Base):
         columns = [("step", [str(row["step"]) for row in self._rows])]
         if any(invalid := [invalid_text(row) for row in self._rows]):
             columns.append((_INVALID, invalid))
-        for label, name in _COLUMNS[self._columns]:
-            if name in self._seen:
-                cells = [_cell(row, name) for row in self._rows]
-                # Most steps are not validated; an empty cell is calmer than a dash.
-                columns.append((label, ["" if cell == MISSING else cell for cell in cells]))
+        columns += self._cells(_COLUMNS[self._columns])
         columns.append(("seconds", [f"{row['seconds']:.1f}" if "seconds" in row else "" for row in self._rows]))
+        columns += self._cells(_MORE)
         table, left = Table(box=None, padding=(0, 1), header_style="dim"), self._console.width
         shown = []
         for label, cells in columns:
@@ -311,6 +310,16 @@ class LiveDisplay(_Base):
         for i, line in enumerate(zip(*shown, strict=True)):
             table.add_row(*line, style="bold" if i == len(self._rows) - 1 else "")
         return table
+
+    def _cells(self, names: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+        """Columns of what ever had a value."""
+        found = []
+        for label, name in names:
+            if name in self._seen:
+                cells = [_cell(row, name) for row in self._rows]
+                # Most steps are not validated; an empty cell is calmer than a dash.
+                found.append((label, ["" if cell == MISSING else cell for cell in cells]))
+        return found
 
     def _progress(self) -> Table:
         grid = Table.grid(padding=(0, 1))
