@@ -9,6 +9,7 @@ whole layers but for their attention, attention itself, and the head. Last, what
 ``meshloom/rollout/products.py``. The most important sizes come first, as the budget may end the script.
 """
 
+import math
 import multiprocessing
 import os
 import statistics
@@ -230,6 +231,8 @@ class Group:
         }.items():
             took = self._time(choices, lambda ops, _: layers.run_all(ops, count), 1, name) / count
             now = took if now is None else now
+            if not math.isfinite(took):
+                continue
             error = distance(layers.run_all(TritonOps(device, choices), 1), expected)
             saved = f"off by {error:.4f}, {(now - took) * size.layers / 1e3:.3f} ms a step saved"
             self._line(f"layer without attention: {name}", took, now, saved)
