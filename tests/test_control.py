@@ -107,6 +107,16 @@ def test_without_a_lag_each_rollout_begins_after_the_sync_before_it() -> None:
     assert stage.lags == [0, 0]
 
 
+@pytest.mark.parametrize(("saves", "validates"), [(True, True), (False, True), (True, False), (False, False)])
+def test_the_last_step_is_saved_and_validated_only_where_that_is_wanted(saves: bool, validates: bool) -> None:
+    stage = Script()
+    assert control_of(stage, steps=3, save_last=saves, validate_last=validates).run()
+    assert (stage.log.count("save"), stage.log.count("validate")) == (int(saves), int(validates))
+    due = Script()
+    control_of(due, steps=4, save_every=2, validate_every=4, save_last=saves, validate_last=validates).run()
+    assert (due.log.count("save"), due.log.count("validate")) == (2, 1)
+
+
 @pytest.mark.parametrize("lag", [1, 2, 3])
 def test_with_a_lag_rollouts_begin_so_many_versions_ahead_and_none_is_staler(lag: int) -> None:
     stage = Script()

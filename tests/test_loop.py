@@ -521,3 +521,19 @@ def test_samples_that_came_take_a_fifth_of_the_memory_of_lists() -> None:
     assert sum(map(sys.getsizeof, (found.ids, found.logprobs, found.versions))) < as_lists / 5
     assert (list(found.ids), list(found.logprobs), list(found.versions)) == (ids, logprobs, [2] * count)
     assert (found.request_id, found.index, found.finish) == (3, 1, FinishReason.STOP)
+
+
+def test_a_run_keeps_nothing_where_nothing_is_to_be_kept(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last step was saved and evaluated in any case, also where a translated command would do neither."""
+    nothing = ("batch.steps=1", "checkpoint.every_steps=0", "checkpoint.at_end=false")
+    never = ("validation.every_steps=0", "validation.before_training=false", "validation.after_training=false")
+    for settings in (
+        sft_settings(inputs, tmp_path / "sft", *nothing),
+        train_settings(inputs, tmp_path / "rl", *nothing, *never),
+    ):
+        assert main(command(settings)) == 0
+        assert "none, as checkpoint.at_end is false" in capsys.readouterr().out
+        assert not list((Path(settings.run_dir) / "checkpoints").glob("*"))
+    assert {record["kind"] for record in read_metrics(tmp_path / "rl")} == {"train"}

@@ -204,3 +204,12 @@ def test_a_horizon_of_a_fifth_of_a_step_is_refused() -> None:
     assert (problem.code, problem.suggestions) == ("A028", (("algorithm.kl_horizon=5120",),))
     above = settings(TrainSettings, *adaptive, "batch.prompts_per_step=64", "algorithm.kl_horizon=103")
     assert check_settings(above, 1000).problems == []
+
+
+def test_a_run_that_keeps_nothing_of_what_it_learns_is_warned_about() -> None:
+    for kind in (TrainSettings, SftSettings):
+        warning = only(
+            check_settings(settings(kind, "checkpoint.at_end=false", "checkpoint.every_steps=0"), 1000).warnings
+        )
+        assert warning.code == "H001" and "checkpoint.at_end=true" in warning.fix
+        assert not check_settings(settings(kind, "checkpoint.at_end=false"), 1000).warnings

@@ -16,7 +16,13 @@ _LENGTH = {"batch.steps", "batch.epochs"}
 """How long the run is. A linear or cosine schedule spreads over the new length from there on."""
 _PLACE = {"run_dir", "device"}
 """Where the run lives. Another device rounds differently."""
-_WATCHING = {"checkpoint.*", "logging.*", "validation.every_steps", "validation.before_training"}
+_WATCHING = {
+    "checkpoint.*",
+    "logging.*",
+    "validation.every_steps",
+    "validation.before_training",
+    "validation.after_training",
+}
 """When the run is saved, shown and measured."""
 _CHECKS = {"rollout.vllm.max_probe_gap"}
 """What stops a run and changes no number."""

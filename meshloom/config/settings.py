@@ -165,9 +165,11 @@ class SftValidationSettings(Settings):
     """When a run measures what it learns on held-out rows (``data.validation``)."""
 
     every_steps: CountOrZero = 10
-    """Steps between evaluations; 0: never. The last step is always evaluated when validation data are given."""
+    """Steps between evaluations; 0: none between the first and the last."""
     before_training: bool = True
     """Evaluate before the first step."""
+    after_training: bool = True
+    """Evaluate after the last step, whatever ``every_steps`` says."""
 
 
 class ValidationSettings(SftValidationSettings):
@@ -190,7 +192,9 @@ class CheckpointSettings(Settings):
     """When a run is saved and what is kept."""
 
     every_steps: CountOrZero = 50
-    """Steps between checkpoints; 0: only at the end. The last step is always saved."""
+    """Steps between checkpoints; 0: only at the end."""
+    at_end: bool = True
+    """Save the last step, whatever ``every_steps`` says. A run that is stopped before saves where it is in any case."""
     keep_last: Count = 2
     """Newest checkpoints that are kept."""
     keep_best: CountOrZero = 1

@@ -74,8 +74,10 @@ class Schedule:
         updates_per_step: optimizer updates of a step, at most.
         max_lag_versions: how many versions a token may be older than the weights it trains.
         validate_first: validate before the first step.
-        validate_every: steps; 0 for after the last step only.
+        validate_every: steps; 0 for none between the first and the last.
+        validate_last: validate after the last step in any case.
         save_every: steps; 0 for at the end only.
+        save_last: save the last step in any case; a run that is stopped before saves where it is.
         deadline_s: of a rollout, named where nothing was finished in it.
         sieve: numbers of dynamic sampling; none without it.
     """
@@ -86,7 +88,9 @@ class Schedule:
     max_lag_versions: int = 0
     validate_first: bool = False
     validate_every: int = 0
+    validate_last: bool = True
     save_every: int = 0
+    save_last: bool = True
     deadline_s: float = float("inf")
     sieve: SieveRule | None = None
 
@@ -101,7 +105,9 @@ class Schedule:
             max_lag_versions=settings.algorithm.max_lag_versions,
             validate_first=settings.validation.before_training,
             validate_every=settings.validation.every_steps,
+            validate_last=settings.validation.after_training,
             save_every=settings.checkpoint.every_steps,
+            save_last=settings.checkpoint.at_end,
             deadline_s=settings.rollout.deadline_s,
         )
 
@@ -181,11 +187,12 @@ class ControlLoop:
         while self.step < schedule.steps and not stage.stop_wanted:
             self.roll_out()
             self.train()
-            if self.step == schedule.steps or due(schedule.validate_every, self.step):
+            is_last = schedule.validate_last and self.step == schedule.steps
+            if is_last or due(schedule.validate_every, self.step):
                 self.score = stage.validate(self.step)
             if due(schedule.save_every, self.step):
                 self.save()
-        if self.step > self.saved_step:
+        if self.step > self.saved_step and (schedule.save_last or self.step < schedule.steps):
             self.save()
         return self.step == schedule.steps
 

@@ -81,11 +81,12 @@ class SftProgram:
             self.validate()
         while self.step < session.steps and not session.stop_wanted:
             self.update()
-            if self.step == session.steps or due(validation.every_steps, self.step):
+            is_last = validation.after_training and self.step == session.steps
+            if is_last or due(validation.every_steps, self.step):
                 self.validate()
             if due(self.settings.checkpoint.every_steps, self.step):
                 self.save()
-        if self.step > session.saved_step:
+        if self.step > session.saved_step and (self.settings.checkpoint.at_end or self.step < session.steps):
             self.save()
         return session.end(step=self.step, stopped=self.step < session.steps)
 

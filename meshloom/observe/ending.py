@@ -51,6 +51,8 @@ def finished_lines(run_dir: Path, *, steps: int, first_step: int, seconds: float
     checkpoints = sorted((run_dir / CHECKPOINTS_FOLDER).glob("step-*"))
     places = {"report": run_dir / REPORT_FILE, "checkpoint": checkpoints[-1] if checkpoints else None}
     lines += [_labelled(label, path) for label, path in places.items() if path is not None and path.exists()]
+    if not checkpoints and any("learning_rate" in record["metrics"] for record in read_metrics(run_dir)):
+        return [*lines, _labelled("checkpoint", "none, as checkpoint.at_end is false")]
     then = f"export {_quoted(run_dir)} OUT" if checkpoints else f"train RUN.yaml --from-samples {_quoted(run_dir)}"
     return [*lines, _labelled("next", f"meshloom {then}")]
 

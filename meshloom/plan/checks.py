@@ -3,8 +3,8 @@
 Owns: rules across settings that need no model, each with a stable code. Refuses to know: devices, models, what is in a file.
 Always holds: a refusal names the nearest values that work; a warning is about something that runs but is likely not meant.
 
-Codes: S sources, A algorithm, R rollout, B batch, O optimizer, L adapters; K, running programs, is in ``plan.code``; I,
-environments, in ``plan.environment_checks``.
+Codes: S sources, A algorithm, R rollout, B batch, O optimizer, L adapters, H checkpoints; K, running programs, is in
+``plan.code``; I, environments, in ``plan.environment_checks``.
 """
 
 import difflib
@@ -75,6 +75,7 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
         _check_microbatch(found, settings)
         _check_optimizer(found, settings, num_prompts)
         _check_lora(found, settings)
+        _check_checkpoints(found, settings)
     return found
 
 
@@ -307,3 +308,12 @@ def _check_lora(found: Findings, settings: TrainSettings | SftSettings) -> None:
     if lora is not None and lora.dropout and isinstance(settings, TrainSettings):
         what = f"dropout of {lora.dropout} in the adapters makes sampler and trainer disagree"
         found.warn("L001", "model.lora.dropout", what, fix="set model.lora.dropout=0")
+
+
+def _check_checkpoints(found: Findings, settings: TrainSettings | SftSettings) -> None:
+    if settings.checkpoint.at_end or settings.checkpoint.every_steps:
+        return
+    what = "nothing of what is learned is kept: neither steps in between are saved nor the last one"
+    why = "there is no model to export afterwards, and no checkpoint to go on from unless the run is stopped"
+    fix = "set checkpoint.at_end=true, or checkpoint.every_steps"
+    found.warn("H001", "checkpoint.at_end", what, why=why, fix=fix)

@@ -1,6 +1,7 @@
 """verl's ``trainer`` keys: length of the run, checkpoints, validation, loggers, folder.
 
-Owns: their meaning here. Always holds: a run saves its last step, also where verl would never save.
+Owns: their meaning here. Always holds: the last step is saved, and evaluated, where verl does that: in reinforcement
+learning if others are, in fine-tuning always.
 """
 
 from meshloom.config.verl.sheet import Sheet
@@ -59,8 +60,11 @@ def _loggers(sheet: Sheet) -> None:
 
 
 def _checkpoints(sheet: Sheet, steps_of_epoch: int | None) -> None:
-    is_sft = "algorithm.gamma" not in sheet.defaults
-    _every(sheet, "checkpoint.every_steps", "trainer.save_freq", steps_of_epoch, "saved")
+    is_sft, saves = "algorithm.gamma" not in sheet.defaults, "trainer.save_freq"
+    every = _every(sheet, "checkpoint.every_steps", saves, steps_of_epoch, "saved")
+    sheet.set("checkpoint.at_end", is_sft or every > 0, saves)
+    if not (is_sft or every):
+        sheet.warn(saves, "nothing is saved, as in verl; checkpoint.at_end=true saves the last step")
     key, one = "trainer.max_actor_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save"
     key = "trainer.max_ckpt_to_keep" if "trainer.max_ckpt_to_keep" in sheet.defaults else key
     most = 1 if sheet.flag(one) else sheet.whole(key)
@@ -74,15 +78,17 @@ def _checkpoints(sheet: Sheet, steps_of_epoch: int | None) -> None:
     _resume(sheet)
 
 
-def _every(sheet: Sheet, path: str, key: str, steps_of_epoch: int | None, done: str) -> None:
-    """Steps between what is done now and then; fine-tuning may say each epoch."""
+def _every(sheet: Sheet, path: str, key: str, steps_of_epoch: int | None, done: str) -> int:
+    """Steps between what is done now and then, 0 for never; fine-tuning may say each epoch."""
     if "algorithm.gamma" not in sheet.defaults and sheet.value(key) == EACH_EPOCH:
         every = steps_of_epoch
         if every is None:
             sheet.warn(key, f"how many steps an epoch has is not known, so only the last step is {done}; set {path}")
     else:
         every = sheet.whole(key)
-    sheet.set(path, every if every and every > 0 else 0, key)
+    steps = max(0, every or 0)
+    sheet.set(path, steps, key)
+    return steps
 
 
 def _resume(sheet: Sheet) -> None:
@@ -99,7 +105,9 @@ def _resume(sheet: Sheet) -> None:
 
 
 def _validation(sheet: Sheet, steps_of_epoch: int | None) -> None:
-    _every(sheet, "validation.every_steps", "trainer.test_freq", steps_of_epoch, "evaluated")
+    is_sft, tests = "algorithm.gamma" not in sheet.defaults, "trainer.test_freq"
+    every = _every(sheet, "validation.every_steps", tests, steps_of_epoch, "evaluated")
+    sheet.set("validation.after_training", is_sft or every > 0, tests)
     if "trainer.val_before_train" in sheet.defaults:
         sheet.set("validation.before_training", sheet.flag("trainer.val_before_train"), "trainer.val_before_train")
     if sheet.flag("trainer.val_only"):
