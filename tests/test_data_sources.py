@@ -112,6 +112,16 @@ def test_supervised_rows_take_a_response_column_or_the_last_message(tmp_path):
     assert rows[3].extra == {}
 
 
+def test_a_dotted_name_is_a_column_within_structs(tmp_path):
+    """Fine-tuning on verl's rows of GSM8K, whose question and answer are in extra_info, was refused."""
+    nested = {"extra_info": {"question": "2+2?", "deep": {"answer": "4"}}}
+    source, prompt = jsonl(tmp_path / "a.jsonl", nested), "extra_info.question"
+    [row] = load(source, SftDataSettings, prompt_column=prompt, response_column="extra_info.deep.answer")
+    assert (row.prompt, row.response) == ("2+2?", "4")
+    said = refused(source, SftDataSettings, prompt_column=prompt, response_column="extra_info.answer")
+    assert "extra_info has no 'answer'" in said and "question, deep" in said
+
+
 def test_generated_rows_carry_what_their_verifier_needs():
     source = {"reasoning_gym": "chain_sum", "task": {"min_terms": 2, "max_terms": 2}, "size": 5, "seed": 3}
     rows = load(source)

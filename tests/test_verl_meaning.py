@@ -573,6 +573,11 @@ SFT = [
     ("offload.actor.optimizer", "none", ["engine.param_offload=True"]),
     ("checkpoint.at_end", True, []),
     ("checkpoint.at_end", True, ["trainer.save_freq=-1"]),
+    (
+        "data.prompt_column",
+        "extra_info.question",
+        ["data.prompt_key=extra_info", "+data.prompt_dict_keys=['question']"],
+    ),
     ("optimizer.schedule", "cosine", ["engine=veomni", "optim=veomni", "model=hf_model"]),
     ("optimizer.schedule", "linear", ["engine=torchtitan"]),
     ("optimizer.lr", 1e-5, ["engine=automodel", "optim=automodel"]),

@@ -94,7 +94,7 @@ class DataSettings(Settings):
     validation: SourceSettings | None = None
     """Rows to validate on; none: no validation."""
     prompt_column: str = "prompt"
-    """Column of the prompt: a string, or a chat as a list of {role, content}."""
+    """Column of the prompt: a string, or a chat as a list of {role, content}. A dotted name is a column within structs."""
     answer_column: str = "answer"
     """Column of the answer in plain rows; rows with ``reward_model.ground_truth`` (verl's format) need none."""
     chat_template: Literal["auto", "always", "never"] = "auto"

@@ -46,7 +46,7 @@ def to_row(record: Mapping[str, Any], index: int, place: Place, data: DataSettin
     """
     used = {"data_source", "reward_model", "extra_info", data.prompt_column, data.answer_column}
     column = data.prompt_column
-    if isinstance(data, SftDataSettings) and column not in record and "messages" in record:
+    if isinstance(data, SftDataSettings) and not _has(record, column) and "messages" in record:
         column = "messages"
     prompt = _prompt(_column(record, column, "data.prompt_column", place), column, place)
     response: str | None = None
@@ -71,7 +71,7 @@ def to_row(record: Mapping[str, Any], index: int, place: Place, data: DataSettin
 
 
 def _column(record: Mapping[str, Any], name: str, setting: str, place: Place, fix: str = "") -> Any:
-    if name not in record:
+    if not _has(record, name):
         there = ", ".join(nearest_first(name, list(record))) or "none"
         raise UserError(
             f"there is no column {name!r}",
@@ -79,7 +79,25 @@ def _column(record: Mapping[str, Any], name: str, setting: str, place: Place, fi
             why=f"the columns there are: {there}",
             fix=fix or f"set {setting} to one of them",
         )
-    return record[name]
+    return record[name] if name in record else _nested(record, name, place)
+
+
+def _has(record: Mapping[str, Any], name: str) -> bool:
+    """Whether there is such a column, or one of structs that a dotted name begins with."""
+    return name in record or ("." in name and name.partition(".")[0] in record)
+
+
+def _nested(record: Mapping[str, Any], name: str, place: Place) -> Any:
+    """What a dotted name stands for in a column of structs."""
+    value: Any = record
+    above = ""
+    for part in name.split("."):
+        inside = value if value is record else _struct(value, above, place)
+        if part not in inside:
+            there = ", ".join(inside) or "none"
+            raise UserError(f"{above} has no {part!r}", where=str(place), why=f"it has: {there}")
+        value, above = inside[part], f"{above}.{part}".lstrip(".")
+    return value
 
 
 def _plain(value: Any) -> Any:
@@ -145,7 +163,7 @@ def _answer(record: Mapping[str, Any], place: Place, data: DataSettings, *, requ
     truth = _struct(record.get("reward_model"), "reward_model", place)
     if "ground_truth" in truth:
         return truth["ground_truth"]
-    if not data.answer_column or (not required and data.answer_column not in record):
+    if not data.answer_column or (not required and not _has(record, data.answer_column)):
         return None
     fix = "set data.answer_column to one of them, or to '' if the reward needs no answer"
     return _plain(_column(record, data.answer_column, "data.answer_column", place, fix))
@@ -155,8 +173,8 @@ def _split_response(
     record: Mapping[str, Any], prompt: str | Chat, column: str, place: Place, data: SftDataSettings
 ) -> tuple[str | Chat, str]:
     """The prompt without its response, and the response."""
-    if data.response_column in record:
-        column, response = data.response_column, record[data.response_column]
+    if _has(record, data.response_column):
+        column, response = data.response_column, _column(record, data.response_column, "data.response_column", place)
     elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         prompt, response = prompt[:-1], prompt[-1]["content"]
     else:

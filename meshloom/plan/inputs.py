@@ -179,9 +179,9 @@ def _column_lines(settings: AnySettings, firsts: Sequence[_First]) -> list[Ledge
     columns = {column for first in firsts for column in first.record}
     prompt, answer = data.prompt_column, data.answer_column
     if isinstance(settings, SftSettings):
-        chat = "messages" if prompt not in columns and "messages" in columns else prompt
+        chat = "messages" if prompt.partition(".")[0] not in columns and "messages" in columns else prompt
         given = settings.data.response_column
-        response = given if given in columns or not firsts else f"last message of {chat}"
+        response = given if given.partition(".")[0] in columns or not firsts else f"last message of {chat}"
         return [
             _given(settings, "data", "prompt column", chat, "data.prompt_column"),
             _given(settings, "data", "response column", response, "data.response_column"),

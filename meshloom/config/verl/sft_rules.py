@@ -83,10 +83,10 @@ def _most(sheet: Sheet, path: str, key: str) -> None:
 def _single_turn(sheet: Sheet) -> None:
     for path, name in (("data.prompt_column", "prompt"), ("data.response_column", "response")):
         key, parts = f"data.{name}_key", f"data.{name}_dict_keys"
-        sheet.set(path, sheet.text(key), key, *(("data.multiturn.enable",) if name == "prompt" else ()))
-        nested = sheet.value(parts)
-        if nested:
-            sheet.refuse(parts, f"a column within a column is not read; write it as a column of its own and set {key}")
+        column = ".".join([sheet.text(key), *sheet.texts(parts)])
+        sheet.set(path, column, key, *([parts] if sheet.texts(parts) else []))
+        if name == "prompt":
+            sheet.count(path, "data.multiturn.enable")
         sheet.ignore("the column holds the text itself", parts)
     sheet.ignore("rows are a prompt and a response", "data.messages_key")
 
