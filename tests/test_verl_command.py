@@ -220,6 +220,32 @@ def test_files_and_names_of_configurations_are_read(tmp_path: Path) -> None:
     assert megatron.settings["parallel.actor.tensor"].value == 4
 
 
+def test_a_file_begins_with_what_its_list_of_defaults_names(tmp_path: Path) -> None:
+    """What a file began with was dropped: Megatron's cuts were ignored, as the engine was taken for FSDP."""
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [ppo_megatron_trainer, _self_]\ndata: {train_batch_size: 12, max_prompt_length: 9}\n"
+        "actor_rollout_ref: {actor: {megatron: {tensor_model_parallel_size: 4}}}\n"
+    )
+    (tmp_path / "more.yaml").write_text("data: {train_batch_size: 6}\ndefaults: [own, {override hydra/launcher: x}]\n")
+    (tmp_path / "titan.yaml").write_text(
+        "defaults:\n- ppo_trainer\n- actor@actor_rollout_ref.actor: torchtitan_actor\n"
+    )
+    (tmp_path / "lost.yaml").write_text("defaults: [nowhere, lost]\ndata: {train_batch_size: 3}\n")
+    start = ["-m", "verl.trainer.main_ppo", GRPO, f"--config-dir={tmp_path}"]
+    settings = translate([*start, "--config-name=more"]).settings
+    found = [settings[path].value for path in ("batch.prompts_per_step", "data.max_prompt_tokens")]
+    assert (found, settings["parallel.actor.tensor"].value) == ([6, 9], 4)
+    titan = translate([*start, "--config-name=titan", f"{ACTOR}.torchtitan.tensor_parallel_size=2"])
+    assert titan.settings["parallel.actor.tensor"].value == 2
+    said = " ".join(translate([*start, "--config-name=lost"]).refused.values())
+    assert "nowhere.yaml" in said and "begins with itself" in said
+
+
+def test_a_file_of_fine_tuning_alone_is_one(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("model: {path: m}\noptim: {lr: 1e-4}\ndata: {train_batch_size: 8}\n")
+    assert translate([str(tmp_path / "sft.yaml")]).kind == "sft"
+
+
 def test_other_programs_are_refused_by_name() -> None:
     for module, said in (("verl.trainer.main_eval", "meshloom eval"), ("recipe.prime.main_prime", "programs that")):
         assert said in translate(["python3", "-m", module, GRPO]).refused[module]

@@ -188,6 +188,8 @@ ENTRIES = {
 CONFIG_NAMES = {
     "ppo_trainer": {},
     "ppo_megatron_trainer": {"actor_rollout_ref.actor.strategy": "megatron"},
+    "dapo_trainer": _DAPO,
+    "dapo_megatron_trainer": {**_DAPO, "actor_rollout_ref.actor.strategy": "megatron"},
     "ppo_veomni_trainer": {"actor_rollout_ref.actor.strategy": "veomni"},
     "ppo_torchtitan_trainer": {"actor_rollout_ref.actor.strategy": "torchtitan"},
     "sft_trainer": {},

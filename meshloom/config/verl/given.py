@@ -107,7 +107,7 @@ class Given:
             self.broken[key] = f"parts of verl's configuration are not chosen one by one; {advice}"
             return
         if name.startswith("~"):
-            self._add(key, None, f"{override} (removed)")
+            self.add(key, None, f"{override} (removed)")
             return
         if found := UNRESOLVED.search(text):
             self.broken[key] = f"{found[0]} has no value here; give it one, or write the value itself"
@@ -117,7 +117,7 @@ class Given:
         except ValueError as error:
             self.broken[key] = f"the value {text!r} cannot be read: {error}"
             return
-        self._add(key, value, override)
+        self.add(key, value, override)
 
     def add_file(self, file: Path) -> None:
         """Take the keys of a YAML file of verl's.
@@ -130,9 +130,10 @@ class Given:
             self.broken[f"{file}:{line}"] = what
         for path, value in _leaves(document.data if isinstance(document.data, dict) else {}, (), self.known):
             if path[0] not in ("defaults", "hydra") and path[-1] != "_target_":
-                self._add(".".join(path), value, f"{file}:{document.lines.get(path, 1)}")
+                self.add(".".join(path), value, f"{file}:{document.lines.get(path, 1)}")
 
-    def _add(self, typed: str, value: Any, origin: str) -> None:
+    def add(self, typed: str, value: Any, origin: str) -> None:
+        """Take a key with its value; a mapping is the keys in it."""
         if isinstance(value, dict) and not (value and any("." in name for name in value)):
             self._add_mapping(typed, value, origin)
             return
@@ -155,7 +156,7 @@ class Given:
         self.inside[typed] = []
         for name, child in value.items():
             self.inside[typed].append(f"{typed}.{name}")
-            self._add(f"{typed}.{name}", child, f"{origin} ({name})")
+            self.add(f"{typed}.{name}", child, f"{origin} ({name})")
 
     def _unknown(self, typed: str) -> str:
         if typed in self.known.groups:

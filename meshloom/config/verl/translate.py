@@ -12,6 +12,7 @@ from typing import Any
 from meshloom.config.verl import actor_rules, algorithm_rules, critic_rules, data_rules, parallel_rules, rollout_rules
 from meshloom.config.verl.command import Command, read_command
 from meshloom.config.verl.defaults import CONFIG_NAMES, ENTRIES, OTHER_ENTRIES, RL_DEFAULTS, SFT_DEFAULTS
+from meshloom.config.verl.files import groups_of, take_file
 from meshloom.config.verl.given import Given
 from meshloom.config.verl.harmless import apply_tables
 from meshloom.config.verl.known import known_keys
@@ -163,8 +164,9 @@ def _program(command: Command, refused: dict[str, str]) -> tuple[str, dict[str, 
 
 
 def _looks_like_sft(command: Command) -> bool:
-    """Whether overrides without a program are those of fine-tuning: they name its groups and none of ``main_ppo``'s."""
+    """Whether settings without a program are those of fine-tuning: they name its groups and none of ``main_ppo``'s."""
     names = [override.lstrip("+~").partition("=")[0] for override in command.overrides]
+    names += [group for file in command.files for group in groups_of(Path(file))]
     rl = ("actor_rollout_ref.", "algorithm.", "reward.", "critic.", "custom_reward_function.", "reward_model.")
     return any(name.startswith(("optim.", "model.", "engine.")) for name in names) and not any(
         name.startswith(rl) for name in names
@@ -181,7 +183,7 @@ def _configuration(command: Command, given: Given, refused: dict[str, str]) -> d
         files.insert(0, Path(folder) / f"{name}.yaml")
     for file in files:
         try:
-            given.add_file(file)
+            different |= take_file(file, given)
         except (OSError, UnicodeDecodeError) as error:
             refused[str(file)] = f"the file of settings cannot be read: {error}; name it by its path"
     for word in command.other:
