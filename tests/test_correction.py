@@ -1,6 +1,7 @@
 """The correction of what sampler and trainer disagree on, and the weight of the divergence, in whole steps and runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,20 @@ def test_rejected_tokens_are_in_no_denominator() -> None:
     rejected = rejection_metrics(with_kept(samples, settings.correction))["rejected_share"]
     assert rejected == pytest.approx(1 - float(takes_part_T.sum() / own_T.sum()))
     assert float(report["gap"].num_tokens) == float(own_T.sum())
+
+
+def test_a_loss_with_its_own_reduction_leaves_that_of_the_divergence() -> None:
+    """The divergence was reduced as the loss is defined, and not as the settings say (and verl does)."""
+    samples, logprob_T = batch()
+    reference_T = samples["old_logprob"] - 0.3
+    samples = replace(samples, tokens={**samples.tokens, "reference_logprob": reference_T})
+    plain = ("algorithm.policy_loss=gspo", "algorithm.kl_estimator=k2", "algorithm.reduction=token-mean")
+    loss, _, report = objective_of(
+        samples, logprob_T, algorithm(*plain, "algorithm.kl=loss", "algorithm.kl_coefficient=0.5")
+    )
+    takes_part_T = samples["mask"] & torch.repeat_interleave(samples["valid"], samples.lengths)
+    divergence = (0.5 * (logprob_T - reference_T).square())[takes_part_T].mean()
+    assert loss - float(report["policy_loss"]) == pytest.approx(0.5 * float(divergence), rel=1e-9)
 
 
 def test_samples_are_rejected_whole_and_do_not_count_as_samples() -> None:

@@ -104,4 +104,5 @@ FIXED_REDUCTIONS: dict[str, str] = {
     PolicyLoss.SAPO: "seq-mean-token-mean",
     PolicyLoss.GMPO: "seq-mean-token-mean",
 }
-"""Policy losses that are defined with one reduction, which is then used whatever ``algorithm.reduction`` says."""
+"""Policy losses that are defined with one reduction, whatever ``algorithm.reduction`` says: it is then that of the terms of
+divergence and entropy, and of the critic."""

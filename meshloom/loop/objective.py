@@ -123,7 +123,6 @@ class PolicyObjective:
         sampled_T = microbatch.tokens.get("sampled", mask_T)
         weighing = weighed(trainer_T, microbatch, sampled_T, settings.correction)
         loss = POLICY_LOSSES.find(settings.policy_loss)
-        mode = loss.reduction or settings.reduction
         inputs = PolicyInputs(
             logprob_T=logprob_T,
             old_logprob_T=old_T,
@@ -140,7 +139,8 @@ class PolicyObjective:
             tau_negative=settings.tau_negative,
         )
         outputs = loss(inputs, bounds)
-        policy = reduce(outputs.per_token_T, mask_T, lengths_S, mode, totals)
+        mode = settings.reduction
+        policy = reduce(outputs.per_token_T, mask_T, lengths_S, loss.reduction or mode, totals)
         total = policy
         stats = {
             "policy_loss": policy.detach(),

@@ -173,7 +173,8 @@ def _check_unused(found: Findings, algorithm: AlgorithmSettings) -> None:
                     "A009", f"algorithm.{name}", f"algorithm.{name} is not used, as algorithm.kl is none", fix=fix
                 )
     own = FIXED_REDUCTIONS.get(algorithm.policy_loss)
-    if own and algorithm.reduction not in (own, AlgorithmSettings.model_fields["reduction"].default):
+    others = algorithm.kl is KlPlace.LOSS or algorithm.entropy_coefficient or algorithm.advantage == "gae"
+    if own and not others and algorithm.reduction not in (own, AlgorithmSettings.model_fields["reduction"].default):
         what = f"{algorithm.policy_loss} is defined with {own}; algorithm.reduction is not used"
         found.warn("A010", "algorithm.reduction", what)
 
