@@ -38,8 +38,19 @@ def tailed(bench, tmp_path: Path) -> tuple[ModuleType, Path]:
     return models, models.make_model(tmp_path / "model", "tiny", tokenizer=None, mean_length=MEAN)
 
 
-def test_the_end_token_is_as_likely_as_the_wanted_mean_says(tailed: tuple[ModuleType, Path]) -> None:
-    models, folder = tailed
+@pytest.mark.parametrize("depth", [2, 28])
+def test_the_end_token_is_as_likely_as_the_wanted_mean_says(
+    bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, depth: int
+) -> None:
+    """Also behind as many layers as a real model has, each adding more than there is."""
+    models = bench("gpu_models")
+    if depth > 2:
+        config_of = models.config_of
+        monkeypatch.setattr(
+            models, "config_of", lambda *given, **more: config_of(*given, initializer_range=0.1, **more)
+        )
+        monkeypatch.setitem(models.SHAPES, "tiny", models.Shape(256, 256, depth, 4, 2, 0, True))
+    folder = models.make_model(tmp_path / "model", "tiny", tokenizer=None, mean_length=MEAN)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer, tail = AutoTokenizer.from_pretrained(folder), models.Tail.of_mean(MEAN)
     prompt = models.chat_ids(tokenizer, "What is 1+2?")
