@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -100,7 +101,8 @@ class Waiting:
         # Sockets and compiled code apart from the others'; the path is short since a socket's may have 107 letters.
         self.aside = tempfile.mkdtemp(prefix="b", dir="/tmp")
         own = {"PYTHONPATH": ":".join(filter(None, paths)), GATE: str(self.gate), "TMPDIR": self.aside}
-        own["VLLM_CACHE_ROOT"] = f"{self.aside}/vllm"
+        own |= {"VLLM_CACHE_ROOT": f"{self.aside}/vllm", "MASTER_PORT": str(free_port())}
+        job.work.mkdir(parents=True, exist_ok=True)
         with (job.work / "log").open("w") as log:
             self.process = psutil.Popen(
                 command,
@@ -152,6 +154,13 @@ class Waiting:
             return [self.process, *self.process.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
+
+
+def free_port() -> int:
+    """A port for a peer's own process group: TRL's vLLM takes a fixed one unless told."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def start(out: Console, options: argparse.Namespace, spec: str) -> Waiting:
@@ -239,9 +248,12 @@ def main() -> None:
     out, budget = console(), Budget(options.budget_s)
     options.work = options.work.resolve()
     ours = [spec for spec in options.sides if spec.startswith("meshloom:")]
-    peers, runs = [], {}
+    peers: list[Waiting] = []
+    runs: dict[str, SideRun | None] = {}
     try:
-        peers = [start(out, options, spec) for spec in options.sides if spec not in ours]
+        for spec in options.sides:
+            if spec not in ours:
+                peers.append(start(out, options, spec))
         gather(out, options, peers)
         for peer in list(peers):
             if peer.is_at_gate and not peer.has_ended:
