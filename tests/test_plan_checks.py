@@ -107,6 +107,7 @@ def test_what_cannot_work_is_refused(code: str, overrides: list[str], said: str)
         ("O001", ["batch.steps=5", "optimizer.warmup_updates=6"]),
         ("O002", ["optimizer.lr=0"]),
         ("O003", ["optimizer.min_lr_ratio=0.5"]),
+        ("O004", ["optimizer.lr=0.1"]),
         ("L001", ["model.lora.dropout=0.1"]),
         ("S004", ["data.train.split=test"]),
         ("S005", ["data.system_prompt=Hello", "data.chat_template=never"]),

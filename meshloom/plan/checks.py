@@ -287,6 +287,10 @@ def _check_microbatch(found: Findings, settings: TrainSettings | SftSettings) ->
     )
 
 
+_HIGHEST_LR, _SMALL_EPS = 0.02, 1e-3
+"""The learning rate above which AdamW changes a weight by its own size; with a larger epsilon an update is smaller."""
+
+
 def _check_optimizer(found: Findings, settings: TrainSettings | SftSettings, num_prompts: int | None) -> None:
     warmup = settings.optimizer.warmup_updates
     if isinstance(settings, SftSettings):
@@ -300,6 +304,12 @@ def _check_optimizer(found: Findings, settings: TrainSettings | SftSettings, num
         found.warn("O001", "optimizer.warmup_updates", what, fix="warm up for fewer updates, or train longer")
     if settings.optimizer.lr == 0:
         found.warn("O002", "optimizer.lr", "the learning rate is 0: nothing will be learned")
+    if settings.optimizer.lr > _HIGHEST_LR and settings.optimizer.eps < _SMALL_EPS:
+        what = f"the learning rate {settings.optimizer.lr:g} moves each weight by about as much in an update (AdamW)"
+        why = "weights of language models are around 0.02: such a run forgets all the model knows, or overflows"
+        found.warn(
+            "O004", "optimizer.lr", what, why=why, fix="1e-6 to 1e-5 for a whole model, 1e-5 to 1e-3 for adapters"
+        )
     if settings.optimizer.schedule == "constant" and settings.optimizer.min_lr_ratio != 0:
         found.warn("O003", "optimizer.min_lr_ratio", "min_lr_ratio is not used by the constant schedule")
 
