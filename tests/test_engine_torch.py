@@ -6,11 +6,11 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, GPT2Config
 
 from bench import engine as bench_engine
 from bench import turns as bench_turns
-from meshloom.config.errors import RunFault
+from meshloom.config.errors import RunFault, UserError
 from meshloom.rollout.kv_cache import CacheShape
 from meshloom.rollout.protocol import Request, SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
@@ -143,6 +143,21 @@ def test_a_family_with_its_own_names_of_sizes_generates():
     ids = torch.tensor([*prompt(6), *done.ids], device=DEVICE)
     logprobs = model(input_ids=ids[None]).logits[0].log_softmax(-1)[5:-1].gather(-1, ids[6:, None])
     torch.testing.assert_close(logprobs.squeeze(-1).float().tolist(), list(done.logprobs), rtol=0, atol=1e-5)
+
+
+def test_a_layer_that_attends_twice_in_a_pass_is_refused():
+    """What it cached first was written over, and all that was generated was wrong."""
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    model = AutoModelForCausalLM.from_config(DiffLlamaConfig(**sizes)).to(DEVICE).eval()
+    use_layouts(model)
+    with pytest.raises(UserError, match="layer 0 of the model attends more than once"):
+        collect(TorchEngine(model, eos_ids=(), kv_cache_bytes=10**7), [ask(0, prompt(6))])
 
 
 def test_bfloat16_generates():

@@ -219,7 +219,14 @@ def test_rotary_embeddings_that_change_with_a_pass_are_refused_where_they_would(
     assert (problem.code, "at most 64 tokens" in problem.fix) == ("M003", True)
 
 
-@pytest.mark.parametrize("kind", [{"model_type": "gemma2", "attn_logit_softcapping": 50.0}, {"model_type": "gpt_oss"}])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
+        {"model_type": "gpt_oss"},
+        {"layer_types": ["conv", "full_attention"]},
+    ],
+)
 def test_attention_that_no_kernel_computes_is_refused(tmp_path: Path, kind: dict) -> None:
     """A plan used to pass, and the run ended with a traceback at its first token."""
     folder = make_folder(tmp_path / "model", CONFIG | kind)

@@ -7,6 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.functional import log_softmax
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma3TextConfig,
+    Llama4TextConfig,
+    MambaConfig,
+    PreTrainedConfig,
+)
 
 from meshloom.config.errors import RunFault, UserError
 from meshloom.config.settings import LoraSettings, ModelSettings, OptimizerSettings
@@ -20,6 +28,13 @@ from meshloom.train.snapshot import save_adapter_config
 from tests.models import FAMILIES, tiny_model
 
 LENGTHS = [13, 5, 21, 13, 2, 9]
+_NARROW = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 SETTINGS = ModelSettings(path="-", logits_chunk_bytes=97 * 8 * 7)
 
 
@@ -112,6 +127,22 @@ def test_dropout_of_the_model_is_never_on(lora: LoraSettings | None) -> None:
     losses = [model.forward_backward(make_samples(), weighted, temperature=1.0)["loss"] for _ in range(2)]
     assert losses[0] == losses[1]
     assert len(recomputed) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (FalconConfig(**_NARROW), "FalconForCausalLM mixes tokens in ways of its own"),
+        (MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=1), "MambaForCausalLM mixes"),
+        (Gemma3TextConfig(**_NARROW, head_dim=16, use_bidirectional_attention=True), "attend to later ones"),
+        (Llama4TextConfig(**_NARROW, num_local_experts=2, layer_types=["chunked_attention"]), "chunked_attention"),
+    ],
+)
+def test_layers_that_mix_tokens_by_other_means_are_refused(config: PreTrainedConfig, said: str) -> None:
+    """Such layers never look at where a sample begins: fine-tuning trained each sample on those packed before it, and nothing
+    said so."""
+    with pytest.raises(UserError, match=said):
+        use_layouts(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,6 +9,7 @@ that no kernel computes.
 
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.findings import Findings
+from meshloom.plan.layer_kinds import layers_of_other_kinds
 from meshloom.plan.ledger import longest_sequence_tokens
 from meshloom.plan.model_folder import ModelFolder
 
@@ -36,14 +37,16 @@ def _note_weights(found: Findings, folder: ModelFolder) -> None:
 
 
 def _check_attention(found: Findings, folder: ModelFolder) -> None:
-    """Attention scores that are capped, or that share their sum with a sink, would be computed as plain ones."""
-    if folder.text_config.get("attn_logit_softcapping") is not None:
+    """Layers that are no attention, or whose scores are capped or have a sink, would be computed as plain ones."""
+    if others := layers_of_other_kinds(folder.text_config):
+        what = f"the model has layers of the kind {', '.join(others)}"
+    elif folder.text_config.get("attn_logit_softcapping") is not None:
         what = "the model caps attention scores (attn_logit_softcapping)"
     elif folder.text_config.get("model_type") == "gpt_oss":
         what = "the model's attention has sinks (gpt_oss)"
     else:
         return
-    fix = "take a model of another family, such as Llama, Qwen or Gemma 3"
+    fix = "take a model of another family, such as Llama, Qwen2, Qwen3 or Gemma 3"
     found.refuse("M011", "model.path", what, why="no attention kernel here computes that", fix=fix)
 
 

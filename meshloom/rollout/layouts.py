@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from meshloom.config.errors import UserError
 from meshloom.rollout.continued import ContinuedAttention
 from meshloom.rollout.kv_cache import Bank, Span
 from meshloom.train.attention import PackedAttention
@@ -90,10 +91,13 @@ class PrefillLayout:
         self._bounds, self._targets = list(zip(starts, lengths, strict=True)), targets
         self._counts = [length - start for start, length in self._bounds]
         self._attention = ContinuedAttention(lengths, starts) if any(starts) else PackedAttention(lengths)
+        self._written: set[int] = set()
+        """Layers that have attended in this pass."""
 
     def attend(
         self, layer: int, query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
+        self._require_once(layer)
         new = zip(key_KTD.split(self._counts, 1), value_KTD.split(self._counts, 1), strict=True)
         for (start, stop), spans, (key, value) in zip(self._bounds, self._targets, new, strict=True):
             for span in spans:
@@ -107,6 +111,16 @@ class PrefillLayout:
             values.append(span.bank.values(layer)[span.start, :, :stop].transpose(0, 1))
         query_CHD = query_HTD.transpose(0, 1)
         return self._attention.attend(query_CHD, torch.cat(keys), torch.cat(values), scale=scale, window=window)
+
+    def _require_once(self, layer: int) -> None:
+        if layer in self._written:
+            raise UserError(
+                f"layer {layer} of the model attends more than once in a pass, and its cache has one place for each layer",
+                where="model.path",
+                why="later tokens would be computed with the keys and values of another time",
+                fix="take a model of another family, such as Llama, Qwen2, Qwen3 or Gemma 3",
+            )
+        self._written.add(layer)
 
 
 class MixedLayout:

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from meshloom.config.errors import UserError
 from meshloom.plan.compute import AttentionChoice, AttentionName, NotPossible, choose_attention
+from meshloom.plan.layer_kinds import layers_of_other_kinds
 from meshloom.train import attention_op
 from meshloom.train.attention_kernels import Bounds, Kernel, flash_attn_kernel
 
@@ -109,11 +110,9 @@ def _require_plain(
         )
 
 
-def _unsupported(what: str) -> UserError:
-    why = "no attention kernel here computes that"
-    return UserError(
-        what, where="model.path", why=why, fix="take a model of another family, such as Llama, Qwen or Gemma 3"
-    )
+def _unsupported(what: str, why: str = "no attention kernel here computes that") -> UserError:
+    fix = "take a model of another family, such as Llama, Qwen2, Qwen3 or Gemma 3"
+    return UserError(what, where="model.path", why=why, fix=fix)
 
 
 AttentionInterface.register(NAME, _attention)
@@ -126,7 +125,19 @@ def use_layouts(model: PreTrainedModel, *, in_graph: bool = False) -> None:
     Args:
         model: whose layers.
         in_graph: compiled layers attend by one operator inside their code; only for layouts that were prepared for it.
+
+    Raises:
+        UserError: if some of its layers would mix tokens past it, and so samples that stand side by side.
     """
+    name, why = type(model).__name__, "samples that are computed side by side would run into each other"
+    if others := layers_of_other_kinds(model.config.get_text_config().to_dict()):
+        raise _unsupported(f"{name} has layers of the kind {', '.join(others)}", why)
+    if model._is_stateful or not model._supports_attention_backend:
+        what = f"{name} mixes tokens in ways of its own, not by the attention that transformers lets one choose"
+        raise _unsupported(what, why)
+    ahead = [vars(module)["is_causal"] for module in model.get_decoder().modules() if "is_causal" in vars(module)]
+    if ahead and not any(ahead):
+        raise _unsupported(f"the tokens of {name} attend to later ones", "it cannot say what token comes next")
     model.set_attn_implementation(NAME_IN_GRAPH if in_graph else NAME)
 
 
