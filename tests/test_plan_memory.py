@@ -365,13 +365,9 @@ def test_a_run_larger_than_the_machine_is_warned_about(tmp_path: Path) -> None:
     (warning,) = plan(folder, TrainSettings).warnings
     assert warning.code == "M005"
     assert "peak while updating" in warning.what
-    assert warning.fix == "a smaller batch.tokens_per_microbatch, model.lora.rank=16, or a smaller model"
-    (kept,) = plan(folder, TrainSettings, "model.gradient_checkpointing=false").warnings
-    assert "model.gradient_checkpointing=true" in kept.fix
-    adapted = plan(folder, TrainSettings, "model.lora.rank=2", "model.gradient_checkpointing=true")
-    assert adapted.warnings[0].fix == "a smaller batch.tokens_per_microbatch, or a smaller model"
+    assert (warning.fix, warning.suggestions) == ("a smaller model", ())
     (kept,) = plan(folder, EvalSettings, f"rollout.kv_cache_bytes={2**53}").warnings
-    assert (kept.code, "rollout.kv_cache_bytes" in kept.fix) == ("M005", True)
+    assert kept.code == "M005"
     assert plan(folder, TrainSettings, "device=cuda").warnings == ()
 
 

@@ -110,7 +110,7 @@ def test_the_plan_shows_the_share_and_the_memory_of_each_device(inputs: Path) ->
         (("cluster.devices_per_node=8",), "B010", "batch.samples_per_update=8"),
         (("cluster.devices_per_node=3", "parallel.actor.tensor=2"), "G002", "parallel.actor.tensor=1"),
         (("cluster.node_names=[a,a]", "cluster.nodes=2"), "T002", "cluster.node_names"),
-        ((TWO, "device=cuda", "device_memory_bytes=1000000"), "M007", "more cluster.devices_per_node"),
+        ((TWO, "device=cuda", "device_memory_bytes=1000000"), "M007", "device_memory_bytes="),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_would(
@@ -119,3 +119,5 @@ def test_what_cannot_work_is_refused_with_what_would(
     problems = build_plan(sft_settings(inputs, inputs / "run", *changes), 14).problems
     assert [problem.code for problem in problems] == [code]
     assert suggested in problems[0].fix
+    for change in problems[0].suggestions:
+        assert not build_plan(sft_settings(inputs, inputs / "run", *changes, *change), 14).problems

@@ -4,7 +4,7 @@ Owns: putting ledgers and checks together. Refuses to know: how anything is exec
 device is touched, no weight is read; what is wrong is collected, not raised, until ``require`` is called.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,15 +33,12 @@ from meshloom.plan.ledger import (
     train_steps,
 )
 from meshloom.plan.memory import (
-    GPU,
-    MACHINE,
     ModelShape,
     UnknownShape,
     compute_bytes,
     memory_ledger,
     on_gpu,
 )
-from meshloom.plan.memory_lines import GENERATING, UPDATING
 from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_checks import check_model
 from meshloom.plan.model_folder import ModelFolder, read_model_folder
@@ -50,6 +47,7 @@ from meshloom.plan.parameters import UnknownFamily
 from meshloom.plan.placement import Role, devices_of_machine
 from meshloom.plan.recompute import choose_recompute
 from meshloom.plan.reference_checks import check_reference, reference_line
+from meshloom.plan.room import check_room
 from meshloom.plan.sft_devices import lay_out_sft
 from meshloom.plan.sft_outlook import check_sft_offload, counts_each_device, look_at_sft
 from meshloom.plan.spread import ledger_over_devices
@@ -274,10 +272,14 @@ def _memory_and_time(
         lines.append(chosen.line(settings.provenance.of("model.gradient_checkpointing")))
         recompute = chosen.on
     if ahead is None or not several:
-        ledger = memory_ledger(settings, folder, recompute=recompute, device_memory=device_memory, critic=critic)
-        lines += ledger
+
+        def count(changed: TrainSettings | SftSettings | EvalSettings, on: bool) -> tuple[LedgerLine, ...]:
+            return memory_ledger(changed, folder, recompute=on, device_memory=device_memory, critic=critic)
+
+        lines += count(settings, recompute)
         if ahead is None or not ahead.tight:
-            _check_memory(found, settings, {line.name: line.value for line in ledger}, recompute)
+            adapts = bool(folder.linear_layers(("all-linear",)))
+            check_room(found, settings, count, recompute=recompute, adapts=adapts)
     else:
         lines += ahead.memory
     lines += moved
@@ -322,30 +324,3 @@ def _compute_lines(
         what = f"{settings.model.attention} cannot compute this model's attention"
         found.refuse("M006", "model.attention", what, why=str(error), fix="model.attention=auto")
         return engine
-
-
-def _check_memory(
-    found: Findings,
-    settings: TrainSettings | SftSettings | EvalSettings,
-    values: Mapping[str, int | float | str | None],
-    recompute: bool,
-) -> None:
-    """A phase that holds more than the whole machine has, or the GPU. There a cache that is not given takes what is left."""
-    on_machine = MACHINE in values
-    has, owner = values.get(MACHINE, values.get(GPU)), "this machine has" if on_machine else "the GPU has"
-    if not isinstance(has, int):
-        return
-    phases = {UPDATING: "batch.tokens_per_microbatch", GENERATING: "rollout.kv_cache_bytes"}
-    if not on_machine and not isinstance(settings, SftSettings) and settings.rollout.kv_cache_bytes is None:
-        del phases[GENERATING]
-    for name, path in phases.items():
-        peak = values.get(name)
-        if not isinstance(peak, int) or peak <= has:
-            continue
-        fixes = [f"a smaller {path}"]
-        if name == UPDATING and not recompute:
-            fixes.append("model.gradient_checkpointing=true")
-        if not isinstance(settings, EvalSettings) and settings.model.lora is None:
-            fixes.append("model.lora.rank=16")
-        what = f"the {name} is {peak / 2**30:,.1f} GiB, {owner} {has / 2**30:,.1f} GiB"
-        found.warn("M005", path, what, fix=", ".join([*fixes, "or a smaller model"]))

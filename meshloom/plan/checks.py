@@ -42,6 +42,8 @@ from meshloom.plan.placement import sequence_parts
 _NORM = "seq-mean-token-sum-norm"
 _ENDINGS = (".parquet", ".jsonl")
 _SUGGESTIONS = 3
+_WITHOUT_ARGUMENTS = (Verifier.EXACT_MATCH, Verifier.MATH_VERIFY)
+"""Verifiers that any rows with an answer can be scored by, as they are."""
 
 
 def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_prompts: int | None) -> Findings:
@@ -120,7 +122,7 @@ def _check_verifier(found: Findings, path: str, name: str) -> None:
     near = difflib.get_close_matches(name, Verifier, n=1)
     why = "a function of your own is named with its file: rewards.py:score"
     fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(Verifier)}"
-    likely = tuple((f"{path}={value}",) for value in dict.fromkeys([*near, *Verifier]))[:_SUGGESTIONS]
+    likely = tuple((f"{path}={value}",) for value in dict.fromkeys([*near, *_WITHOUT_ARGUMENTS]))[:_SUGGESTIONS]
     found.refuse("S007", path, f"there is no verifier {name!r}", why=why, fix=fix, suggestions=likely)
 
 
@@ -301,7 +303,8 @@ def _check_optimizer(found: Findings, settings: TrainSettings | SftSettings, num
         total = None if steps is None else steps * per_step
     if total is not None and warmup > total:
         what = f"the learning rate warms up for {warmup} updates, the run has {total:g}: it never reaches its peak"
-        found.warn("O001", "optimizer.warmup_updates", what, fix="warm up for fewer updates, or train longer")
+        fix = f"optimizer.warmup_updates={int(total)} or less, or train longer"
+        found.warn("O001", "optimizer.warmup_updates", what, fix=fix)
     if settings.optimizer.lr == 0:
         found.warn("O002", "optimizer.lr", "the learning rate is 0: nothing will be learned")
     if settings.optimizer.lr > _HIGHEST_LR and settings.optimizer.eps < _SMALL_EPS:

@@ -49,7 +49,8 @@ def check_critic(found: "Findings", settings: TrainSettings, num_prompts: int | 
         what = (
             f"the critic learns alone for {critic.warmup_steps} steps, the run has {steps}: the actor is never updated"
         )
-        found.warn("Q003", "critic.warmup_steps", what, fix="warm up for fewer steps, or train longer")
+        fix = f"critic.warmup_steps={steps - 1} or less, or train longer"
+        found.warn("Q003", "critic.warmup_steps", what, fix=fix)
     optimizer, path = critic.optimizer, "critic.optimizer"
     if optimizer.lr == 0:
         found.warn("Q004", f"{path}.lr", "the critic's learning rate is 0: its values stay what they are")

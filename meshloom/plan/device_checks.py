@@ -355,12 +355,17 @@ def _warn_of_offload(found: Findings, settings: TrainSettings) -> None:
         Role.REWARD: offload.reward,
     }
     if offload.reference.optimizer is not none:
-        found.warn("F001", "offload.reference.optimizer", "the reference has no optimizer to move away")
+        fix = "offload.reference.optimizer=none"
+        found.warn("F001", "offload.reference.optimizer", "the reference has no optimizer to move away", fix=fix)
     if offload.reward.optimizer is not none:
-        found.warn("F001", "offload.reward.optimizer", "the reward's models have no optimizer to move away")
+        fix = "offload.reward.optimizer=none"
+        found.warn("F001", "offload.reward.optimizer", "the reward's models have no optimizer to move away", fix=fix)
     for role, group in groups.items():
         if group != RoleOffloadSettings() and role not in roles_of(settings):
-            found.warn("F002", f"offload.{role}", f"the run has no {role} of its own to move away")
+            moved = [name for name in ("parameters", "optimizer") if getattr(group, name) is not none]
+            fix = " ".join(f"offload.{role}.{name}=none" for name in moved)
+            found.warn("F002", f"offload.{role}", f"the run has no {role} of its own to move away", fix=fix)
     places = {place for group in groups.values() for place in (group.parameters, group.optimizer)}
     if offload.folder is not None and OffloadPlace.DISK not in places:
-        found.warn("F003", "offload.folder", "offload.folder is not used, as nothing goes to disk")
+        what = "offload.folder is not used, as nothing goes to disk"
+        found.warn("F003", "offload.folder", what, fix="offload.folder=null")

@@ -52,7 +52,9 @@ def check_device_kind(found: Findings, settings: TrainSettings | SftSettings) ->
         near = difflib.get_close_matches(name.lower(), known, n=1)
         fix = f"{f'did you mean {near[0]}? ' if near else ''}known: {', '.join(known)}"
         what = f"{KIND} knows no {name!r}"
-        found.refuse("T004", KIND, what, fix=f"{fix}; or leave it out and give device_memory_bytes")
+        likely = tuple((f"{KIND}={each}",) for each in near)
+        fix = f"{fix}; or leave it out and give device_memory_bytes"
+        found.refuse("T004", KIND, what, fix=fix, suggestions=likely)
     elif not on_gpu(settings.device):
         found.warn("T005", KIND, f"{KIND} is not used, as device is {settings.device}", fix="set device=cuda")
 

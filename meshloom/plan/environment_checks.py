@@ -101,7 +101,7 @@ def _check_bounds(found: Findings, settings: TrainSettings | EvalSettings, envir
     bound = environment.max_turn_tokens
     if bound is not None and bound > rollout.max_response_tokens:
         what = f"environment.max_turn_tokens={bound} is never reached: all turns together have {rollout.max_response_tokens}"
-        found.warn("I011", "environment.max_turn_tokens", what)
+        found.warn("I011", "environment.max_turn_tokens", what, fix="environment.max_turn_tokens=null")
     reward = settings.reward
     if environment.gives_rewards and reward.overlong is not None and not (reward.function or reward.components):
         what = "reward.overlong has no reward to be added to: the environment's own are given for its turns"

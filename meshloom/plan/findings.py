@@ -29,8 +29,17 @@ class Findings:
     ) -> None:
         self.problems.append(replace(self._problem(code, path, what, why, fix), suggestions=suggestions))
 
-    def warn(self, code: str, path: str, what: str, *, why: str = "", fix: str = "") -> None:
-        self.warnings.append(self._problem(code, path, what, why, fix))
+    def warn(
+        self,
+        code: str,
+        path: str,
+        what: str,
+        *,
+        why: str = "",
+        fix: str = "",
+        suggestions: tuple[tuple[str, ...], ...] = (),
+    ) -> None:
+        self.warnings.append(replace(self._problem(code, path, what, why, fix), suggestions=suggestions))
 
     def _problem(self, code: str, path: str, what: str, why: str, fix: str) -> Problem:
         return Problem(code=code, what=what, where=f"{path} ({self.settings.provenance.of(path)})", why=why, fix=fix)

@@ -59,9 +59,8 @@ def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | Eva
         if not folder.linear_layers((target,)):
             names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
             what = f"no layer of the model is called {target!r}"
-            found.refuse(
-                "L002", "model.lora.target_modules", what, fix=f"its layers are {', '.join(names)}, or all-linear"
-            )
+            fix = f"its layers are {', '.join(names)}, or all-linear" if names else "set model.lora=null"
+            found.refuse("L002", "model.lora.target_modules", what, fix=fix)
 
 
 def _check_positions(

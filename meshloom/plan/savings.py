@@ -15,6 +15,7 @@ from meshloom.plan.faults import Change
 from meshloom.plan.ledger import longest_sample_tokens
 from meshloom.plan.placement import Role, placements, sequence_parts
 from meshloom.plan.residency import EngineRole, Phase
+from meshloom.plan.topology import Topology
 
 if TYPE_CHECKING:
     from meshloom.plan.fitting import Look
@@ -140,6 +141,17 @@ def _microbatches(settings: TrainSettings) -> Step:
         critic = {"critic.tokens_per_microbatch": most} if own > most else {}
         return {"batch.tokens_per_microbatch": most, **critic}
 
+    return microbatch_step(tokens, least, bound)
+
+
+def microbatch_step(tokens: int, least: int, bound: Callable[[int], Change]) -> Step:
+    """Half of the tokens of a microbatch, a quarter, …, and the fewest that there may be.
+
+    Args:
+        tokens: that the settings give.
+        least: what the longest sample needs.
+        bound: the change to so many.
+    """
     sizes, smaller = [], tokens // 2
     while smaller > least:
         sizes.append(smaller)
@@ -176,10 +188,14 @@ def _shardings(before: "Look", roles: tuple[Role, ...]) -> Iterator[Change]:
 
 def more_devices(before: "Look") -> tuple[Step, ...]:
     """More devices of each node, up to eight, then more nodes; where all roles are on all devices."""
-    topology, price = before.layout.topology, "more devices"
     if any(entries != "all" for role, entries in placements(before.settings).items() if role != Role.REWARD):
         return ()
-    size, nodes = topology.devices_per_node, topology.num_nodes
+    return device_steps(before.layout.topology)
+
+
+def device_steps(topology: Topology) -> tuple[Step, ...]:
+    """More devices of each node, up to eight, then more nodes."""
+    size, nodes, price = topology.devices_per_node, topology.num_nodes, "more devices"
     larger = [more for more in _DEGREES if more > size]
     each: Change = {"cluster.devices_per_node": larger[-1]} if larger else {}
     devices = Step.of_sizes(price, lambda more: {"cluster.devices_per_node": more}, size, larger)

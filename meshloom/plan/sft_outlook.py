@@ -9,7 +9,7 @@ device that holds more than it has, M008 one that is likely too small.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from meshloom.config.cluster_settings import OffloadPlace
 from meshloom.config.settings import SftSettings
@@ -22,14 +22,16 @@ from meshloom.plan.held_out import held_out_time
 from meshloom.plan.layout import Layout, RoleLayout
 from meshloom.plan.ledger import DERIVED, LedgerLine
 from meshloom.plan.memory import on_gpu, trainable_parameters
+from meshloom.plan.meshes import Divisible
 from meshloom.plan.model_folder import ModelFolder
 from meshloom.plan.outlook import Outlook, time_basis
-from meshloom.plan.parameters import UnknownFamily, count_parameters
+from meshloom.plan.parameters import UnknownFamily, count_parameters, is_counted
 from meshloom.plan.placement import Role
 from meshloom.plan.recompute import Recompute, choose_recompute
 from meshloom.plan.residency import ModelRole, Phase, Residency
 from meshloom.plan.role_numbers import model_role
 from meshloom.plan.sft_devices import as_trained
+from meshloom.plan.sft_savings import SftSavings
 from meshloom.plan.sharded_memory import DeviceLedger, device_ledger, moves
 from meshloom.plan.stays import sft_stays
 from meshloom.plan.time import offload_time, step_seconds, update_time
@@ -45,9 +47,10 @@ def check_sft_offload(found: Findings, settings: SftSettings) -> None:
         what = f"{path}={offload.actor.parameters} leaves a supervised run without weights"
         why = "each of its phases computes with them: passes, and the update that writes them"
         fix = f"{path}=none; less is held with offload.actor.optimizer=host, or over more cluster.devices_per_node"
-        found.refuse("F004", path, what, why=why, fix=fix)
+        found.refuse("F004", path, what, why=why, fix=fix, suggestions=((f"{path}=none",),))
     if offload.folder is not None and OffloadPlace.DISK not in (offload.actor.parameters, offload.actor.optimizer):
-        found.warn("F003", "offload.folder", "offload.folder is not used, as nothing goes to disk")
+        what = "offload.folder is not used, as nothing goes to disk"
+        found.warn("F003", "offload.folder", what, fix="offload.folder=null")
 
 
 def counts_each_device(settings: SftSettings, layout: Layout) -> bool:
@@ -72,29 +75,79 @@ def look_at_sft(
         UnknownShape: if ``auto`` recompute needs an estimate that config.json is not enough for.
     """
     role, each = layout.role(Role.ACTOR), counts_each_device(settings, layout)
-    if role is None or not (each or device_of(settings) is not None):
-        return None
     memory = device_memory if on_gpu(settings.device) else None
+    timed = each or device_of(settings) is not None
+    if role is None or not (timed or (memory is not None and is_counted(folder.config))):
+        return None
     try:
         model = count_parameters(folder.config)
     except UnknownFamily as error:
         found.warn("M002", "model.path", f"the plan has no ledgers of memory and time over its devices: {error}")
         return None
     adapters = None if settings.model.lora is None else trainable_parameters(settings, folder)
-    roles = {on: sft_role(settings, role, model, recompute=on, adapters=adapters) for on in (False, True)}
-    ledgers = {on: device_ledger([of], memory_bytes=memory) for on, of in roles.items()}
-    chosen = _recompute(settings, ledgers[False]) if each else choose_recompute(settings, folder, device_memory)
-    ledger = ledgers[chosen.on]
-    held = _refuse_lack(found, settings, ledger) if each else True
-    ahead, time = _time(settings, layout, roles[chosen.on], fits=held)
+    counts = _Counts(model, adapters, memory)
+    chosen = (
+        _recompute(settings, counts.ledger(settings, layout, recompute=False))
+        if each
+        else choose_recompute(settings, folder, device_memory)
+    )
+    of, ledger = (
+        counts.role(settings, layout, recompute=chosen.on),
+        counts.ledger(settings, layout, recompute=chosen.on),
+    )
+    held = _holds(found, settings, layout, counts, ledger, Divisible.of(folder.text_config))
+    ahead, time = _time(settings, layout, of, fits=held)
     return Outlook(
         recompute=chosen,
-        memory=(*_numbers(settings, roles[chosen.on]), *_memory_lines(layout, role, ledger)),
-        time=tuple(time),
+        memory=(*_numbers(settings, of), *_memory_lines(layout, role, ledger)),
+        time=tuple(time) if timed else (),
         tight=not held,
         groups=(Group(devices=role.devices, roles=(Role.ACTOR,), ledger=ledger),) if each else (),
         forecast=ahead,
     )
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """A model over devices, counted.
+
+    Args:
+        model: in numbers.
+        adapters: parameters of adapters; none where all are trained.
+        memory: bytes of a device; none if that is not known.
+    """
+
+    model: DecoderNumbers
+    adapters: int | None
+    memory: int | None
+
+    def role(self, settings: SftSettings, layout: Layout, *, recompute: bool) -> ModelRole:
+        found = layout.role(Role.ACTOR)
+        return sft_role(settings, found, self.model, recompute=recompute, adapters=self.adapters)
+
+    def ledger(self, settings: SftSettings, layout: Layout, *, recompute: bool) -> DeviceLedger:
+        return device_ledger([self.role(settings, layout, recompute=recompute)], memory_bytes=self.memory)
+
+    def needed(self, settings: SftSettings, layout: Layout) -> int:
+        """Bytes that an update needs of a device, with layers recomputed where they may be."""
+        recompute = settings.model.gradient_checkpointing is not False
+        return self.ledger(settings, layout, recompute=recompute).needed(Phase.UPDATE)
+
+
+def _holds(
+    found: Findings,
+    settings: SftSettings,
+    layout: Layout,
+    counts: _Counts,
+    ledger: DeviceLedger,
+    divisible: Divisible | None,
+) -> bool:
+    """Whether each device holds an update; what one lacks is told, with changes that are enough."""
+    memory = counts.memory
+    if memory is None or ledger.needed(Phase.UPDATE) <= memory:
+        return True
+    savings = SftSavings(settings=settings, layout=layout, model=divisible, memory=memory, needed=counts.needed)
+    return _tell_lack(found, settings, ledger, savings.found())
 
 
 def _time(
@@ -222,24 +275,27 @@ def _concerns(line: LedgerLine) -> bool:
     return phase == Phase.UPDATE if line.name.startswith(("held in", "margin in")) else True
 
 
-def _refuse_lack(found: Findings, settings: SftSettings, ledger: DeviceLedger) -> bool:
-    """Whether a device has what an update holds; refused, or warned of, where it has not what that needs."""
-    has, held = ledger.memory_bytes, ledger.held(Phase.UPDATE)
-    if has is None or ledger.needed(Phase.UPDATE) <= has:
-        return True
+def _tell_lack(
+    found: Findings, settings: SftSettings, ledger: DeviceLedger, changes: tuple[tuple[str, ...], ...]
+) -> bool:
+    """Refuse what a device does not hold, or warn where it holds it without what comes on top; whether it holds it.
+
+    Args:
+        found: takes the refusal or the warning.
+        settings: of the run.
+        ledger: of a device that has too little.
+        changes: that are enough.
+    """
+    has, held, needed = ledger.memory_bytes or 0, ledger.held(Phase.UPDATE), ledger.needed(Phase.UPDATE)
     largest = sorted((each for each in ledger.holdings if Phase.UPDATE in each.phases), key=lambda each: -each.bytes)
-    what = f"an update holds {held / _GIB:,.1f} GiB on a device of {has / _GIB:,.1f} GiB"
     why = ", ".join(f"{each.name} {each.bytes / _GIB:,.1f} GiB" for each in largest[:4] if each.bytes)
-    ways = ["a smaller batch.tokens_per_microbatch", "more cluster.devices_per_node", "parallel.actor.tensor=2"]
-    if settings.offload.actor.optimizer is OffloadPlace.NONE:
-        ways.insert(1, "offload.actor.optimizer=host")
-    if settings.model.gradient_checkpointing is False:
-        ways.insert(0, "model.gradient_checkpointing=true")
-    if settings.model.lora is None:
-        ways.append("model.lora.rank=16")
-    fix = ", or ".join(ways)
+    fix = ", or ".join(" ".join(change) for change in changes)
+    fix = fix or "no change of microbatch, recompute, offload, cut or devices is enough"
+    path, size = "device_memory_bytes", f"a device of {has / _GIB:,.1f} GiB"
     if held > has:
-        found.refuse("M007", "device_memory_bytes", what, why=why, fix=fix)
+        what = f"an update holds {held / _GIB:,.1f} GiB on {size}"
+        found.refuse("M007", path, what, why=why, fix=fix, suggestions=changes)
         return False
-    found.warn("M008", "device_memory_bytes", what, why=f"{why}; libraries come on top", fix=fix)
+    what = f"an update needs {needed / _GIB:,.1f} GiB with libraries and fragmentation, on {size}"
+    found.warn("M008", path, what, why=why, fix=fix, suggestions=changes)
     return True
