@@ -453,8 +453,11 @@ def test_hardware_that_is_not_here_is_noted(planned: Plan) -> None:
 def test_options_are_told_as_they_were_given(planned: Plan) -> None:
     """``device=cuda`` stood in messages though nobody had written it, and options as overrides that nobody had written."""
     given = ("--device-memory", "1GiB", "--devices-per-node", "2")
+    there = any(Path(file).exists() for file in ("/dev/nvidia0", "/dev/kfd"))
     said = planned(*TRAIN, *given, "--settings")
     assert "option --device-memory 1GiB" in said and "option --devices-per-node 2" in said
+    note = "--device-kind h200, and this machine has no GPU"
+    assert there or note in planned(*TRAIN, "--device-kind", "h200")
     assert "device=cuda" not in said and "override device" not in said and "override cluster" not in said
     assert "override device_memory_bytes=2147483648" in planned(*TRAIN, *given, "device_memory_bytes=2147483648")
 

@@ -90,13 +90,12 @@ def notes_on_hardware(settings: TrainSettings | SftSettings | EvalSettings) -> t
     asks = settings.device.startswith("cuda") or (kind is not None and settings.device == "auto")
     if not asks or on_gpu("auto"):
         return ()
-    origin = settings.provenance.of("device")
-    if settings.device == "auto":
-        asking = f"cluster.device={kind}"
-    elif origin == _MEMORY:
+    path, value = ("cluster.device", kind) if settings.device == "auto" else ("device", settings.device)
+    origin = settings.provenance.of(path)
+    if origin == _MEMORY:
         asking = f"{_MEMORY} ({settings.provenance.of(_MEMORY)})"
     else:
-        asking = origin.removeprefix("option ") if origin.startswith("option") else f"device={settings.device}"
+        asking = origin.removeprefix("option ") if origin.startswith("option") else f"{path}={value}"
     note = f"{asking}, and this machine has no GPU: planned for one elsewhere (meshloom doctor tells what is here)"
     return (note,)
 
