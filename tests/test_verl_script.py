@@ -111,6 +111,16 @@ def test_a_command_within_a_command_is_read() -> None:
     assert command.in_front == ["A"]
 
 
+def test_a_broken_text_is_an_error_in_words() -> None:
+    """Each of these once ended with a traceback or a warning of Python's."""
+    start = "python3 -m verl.trainer.main_ppo data.seed=1"
+    for end in ("\ncat <<EOF\n", "\n{ a; }", " \\", "\nA=$((1x2))"):
+        assert read_command([f"{start}{end}"]).overrides[0] == "data.seed=1"
+    for end in (' a.b="', " a.b=${", " a.b=$(ls", "\nA=("):
+        with pytest.raises(UserError, match="not closed"):
+            read_command([f"{start}{end}"])
+
+
 def test_overrides_that_a_shell_does_not_pass_on_are_refused() -> None:
     """A comment between continued lines ends the command; what follows was taken all the same."""
     text = "python3 -m verl.trainer.main_ppo \\\n algorithm.adv_estimator=grpo \\\n # seed \\\n data.seed=3\n"

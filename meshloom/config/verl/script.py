@@ -93,8 +93,11 @@ def _plain(text: str) -> str:
     while place < len(text):
         here = text[place]
         if here == "\n" and ends:
-            place = _behind_heredoc(text, place, ends.pop(0)) - 1
-            here = "\n"
+            place += 1
+            while ends:
+                place = _behind_heredoc(text, place, ends.pop(0))
+            kept.append("\n")
+            continue
         if here == "#" and (place == 0 or text[place - 1].isspace() or text[place - 1] in ";&|("):
             line = text.find("\n", place)
             place = len(text) if line < 0 else line
@@ -112,8 +115,8 @@ def _plain(text: str) -> str:
 
 
 def _behind_heredoc(text: str, place: int, end: str) -> int:
-    found = re.compile(rf"^\s*{re.escape(end)}[ \t]*$", re.MULTILINE).search(text, place + 1)
-    return len(text) + 1 if found is None else found.end() + 1
+    found = re.compile(rf"^\s*{re.escape(end)}[ \t]*$", re.MULTILINE).search(text, place)
+    return len(text) if found is None else min(found.end() + 1, len(text))
 
 
 def _statements(text: str) -> Iterator[tuple[str, str]]:
@@ -123,6 +126,7 @@ def _statements(text: str) -> Iterator[tuple[str, str]]:
     while place < len(text):
         if text[place] == "{" and _begins_group(text, start, place):
             place = behind_bracket(text, place)
+            continue
         match = _OPERATORS.match(text, place)
         if match and not _inside(text, start, place, match[0]):
             yield sign, text[start:place].strip()

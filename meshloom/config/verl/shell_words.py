@@ -29,7 +29,7 @@ def behind(text: str, place: int) -> int:
     """
     here = text[place]
     if here == "\\":
-        return place + 2
+        return min(place + 2, len(text))
     if here in "'`":
         return _found(text, here, place + 1) + 1
     if here == '"':
@@ -153,6 +153,8 @@ class Scope:
         if None in names.values():
             return None
         text = re.sub(r"[A-Za-z_]\w*", lambda match: f"({names[match[0]]})", inside)
+        if not re.fullmatch(r"[\d\s()+*/%-]*", text):
+            return None
         try:
             return str(_computed(ast.parse(text.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
