@@ -95,6 +95,9 @@ FORMS = {
     "uv": ["uv", "run", "python", "-m", "verl.trainer.main_ppo", GRPO, "data.train_batch_size=8"],
     "ray": ["ray", "job", "submit", "--", "python3", "-m", "verl.trainer.main_ppo", GRPO, "data.train_batch_size=8"],
     "file": ["python3", "verl/trainer/main_ppo.py", GRPO, "data.train_batch_size=8"],
+    "file elsewhere": ["python3", "/root/verl/verl/trainer/main_ppo.py", GRPO, "data.train_batch_size=8"],
+    "file here": ["python3", "main_ppo.py", GRPO, "data.train_batch_size=8"],
+    "fenced": [f"```bash\npython3 -m verl.trainer.main_ppo {GRPO} \\ \n data.train_batch_size=8\n```"],
     "overrides": [GRPO, "data.train_batch_size=8"],
     "text": [f"python3 -m verl.trainer.main_ppo \\\n  {GRPO} \\\n  data.train_batch_size=8 $@ 2>&1 | tee log"],
     "script": [

@@ -560,6 +560,7 @@ def test_whatever_is_written_each_key_is_accounted_for_once() -> None:
                 settings_of(found)
 
 
+_SFT_ARGUMENTS = "optim.override_optimizer_config"
 SFT = [
     ("batch.samples_per_update", 256, []),
     ("batch.tokens_per_microbatch", 8192, []),
@@ -580,6 +581,9 @@ SFT = [
     ),
     ("optimizer.schedule", "cosine", ["engine=veomni", "optim=veomni", "model=hf_model"]),
     ("optimizer.schedule", "linear", ["engine=torchtitan"]),
+    ("offload.actor.optimizer", "host", ["engine=megatron", f"+{_SFT_ARGUMENTS}.optimizer_cpu_offload=True"]),
+    ("offload.actor.optimizer", "none", ["engine=megatron", f"+{_SFT_ARGUMENTS}.optimizer_offload_fraction=0"]),
+    ("optimizer.lr", 1e-3, ["optim.optimizer=FusedAdam", "optim.optimizer_impl=te.optimizers.fused_adam"]),
     ("optimizer.lr", 1e-5, ["engine=automodel", "optim=automodel"]),
     ("parallel.actor.tensor", 2, ["engine=automodel", "engine.tp_size=2", "engine.backend_config.linear=te"]),
     ("model.dtype", "float32", ["engine=automodel", "engine.mp_param_dtype=fp32"]),

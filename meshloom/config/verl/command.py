@@ -93,7 +93,8 @@ def _read_text(text: str) -> tuple[Scope, list[str], list[str]]:
         UserError: if a quote or bracket is not closed, or several programs of verl's are started.
     """
     try:
-        found = read_script(text.replace("\r\n", "\n"), _is_launch, _is_override)
+        text = re.sub(r"^\s*```\w*\s*$", "", text.replace("\r\n", "\n"), flags=re.MULTILINE)
+        found = read_script(text, _is_launch, _is_override)
     except ValueError as error:
         raise UserError("the verl command cannot be read", why=str(error)) from error
     overrides = [word for words in found.overrides for word in words]
@@ -175,7 +176,12 @@ def _program_ends(words: Sequence[str]) -> int:
 
 
 def _module_name(word: str) -> str:
-    return re.sub(r"^\.?/", "", word).removesuffix(".py").replace("/", ".") if word.endswith(".py") else word
+    """A module's name; of a file that of the module, wherever verl lies."""
+    if not word.endswith(".py"):
+        return word
+    parts = word.removesuffix(".py").strip("./").split("/")
+    roots = [place for place, part in enumerate(parts) if part in ("verl", "recipe")]
+    return ".".join(parts[roots[-1] if roots else 0 :])
 
 
 def _options(words: Sequence[str], names: Sequence[str]) -> dict[str, str]:

@@ -57,7 +57,7 @@ def _kind(sheet: Sheet, group: str) -> None:
             sheet.refuse(f"{group}.{name}", f"the optimizer {kind!r} is not offered; AdamW is")
         sheet.ignore("AdamW, on float32 master weights", f"{group}.{name}")
     implementation = sheet.text(f"{group}.optimizer_impl", "torch.optim")
-    if implementation != "torch.optim":
+    if implementation != "torch.optim" and not implementation.endswith("fused_adam"):
         text = f"optimizers of {implementation} keep their moments in fewer bits; here they are float32"
         sheet.refuse(f"{group}.optimizer_impl", f"{text}; set it to torch.optim")
     sheet.ignore("AdamW, on float32 master weights", f"{group}.optimizer_impl")

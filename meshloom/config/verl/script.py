@@ -18,6 +18,8 @@ _ARRAY = re.compile(
 )
 _HEREDOC = re.compile(r"<<-?\s*(['\"\\]?)(\w+)\1")
 _ARM = re.compile(r"\(?([^()\s][^()]*)\)\s*(.*)", re.DOTALL)
+_CONTINUED = re.compile(r"\\[ \t]*\n")
+"""The end of a line that goes on; blanks behind the backslash are forgiven."""
 _OPERATORS = re.compile(r"&&|\|\||;;&?|[;&|\n]")
 _WITHOUT_VALUE = re.compile(r"\$|`")
 _REDIRECTION = re.compile(r"(\d|&)?(>>?|<)(&?\S*)")
@@ -102,9 +104,9 @@ def _plain(text: str) -> str:
             line = text.find("\n", place)
             place = len(text) if line < 0 else line
             continue
-        if text.startswith("\\\n", place):
+        if match := _CONTINUED.match(text, place):
             kept.append(" ")
-            place += 2
+            place = match.end()
             continue
         if text.startswith("<<", place) and not text.startswith("<<<", place):
             ends += [match[2]] if (match := _HEREDOC.match(text, place)) else []

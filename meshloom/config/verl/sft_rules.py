@@ -4,7 +4,7 @@ Owns: their meaning here. Always holds: what changes which tokens are learned is
 """
 
 from meshloom.config.verl.data_rules import model_rules
-from meshloom.config.verl.optimizer_rules import DEFAULT_SHAPES, optimizer_rules
+from meshloom.config.verl.optimizer_rules import DEFAULT_SHAPES, OFFLOADS, optimizer_rules
 from meshloom.config.verl.parallel_rules import ENGINES, Names, expert_rule
 from meshloom.config.verl.sheet import Sheet
 from meshloom.config.verl.trainer_rules import known_steps, steps_of_epoch, trainer_rules
@@ -150,12 +150,14 @@ def _devices(sheet: Sheet, where: str) -> None:
     for key in (*everything, "engine.param_offload"):
         if sheet.flag(key):
             sheet.warn(key, "fine-tuning keeps its weights on the device; adapters or smaller microbatches need less")
-    away = [key for key in (*everything, "engine.optimizer_offload") if sheet.flag(key)]
+    argument, share = (f"optim.override_optimizer_config.{name}" for name in OFFLOADS)
+    away = [key for key in (*everything, "engine.optimizer_offload", argument) if sheet.flag(key)]
     sheet.set(
         "offload.actor.optimizer",
         ("disk" if where else "host") if away else "none",
         *(away or ["engine.optimizer_offload"]),
     )
+    sheet.ignore("the optimizer's state is offloaded whole or not at all", argument, share)
     _cuts(sheet, ENGINES.get(engine, ENGINES["fsdp"]))
     sizes = {
         getattr(names, cut).rpartition(".")[2] for names in ENGINES.values() for cut in _CUTS if getattr(names, cut)

@@ -83,6 +83,9 @@ def translate(
     """
     command = read_command(words)
     refused: dict[str, str] = {}
+    if "." not in command.module:
+        named = [entry for entry in ENTRIES if entry.rpartition(".")[2] == command.module]
+        command.module = named[0] if named else command.module
     kind, defaults = _program(command, refused)
     given = Given(known=known_keys(kind), environment=command.environment)
     defaults = {**defaults, **_configuration(command, given, refused)}
