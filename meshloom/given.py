@@ -54,7 +54,13 @@ def _say_if_of_another_kind(kind: type[S], file: Path | None, overrides: list[st
     other = better_kind(kind, file, overrides) if kind in names and file is not None else None
     if other is not None:
         what = f"{file} has keys of `meshloom {names[other]}`, not of `meshloom {names[kind]}`"
-        raise UserError(what, why=str(error), fix=f"meshloom {names[other]} {file}") from error
+        fix = f"meshloom {names[other]} {file}"
+        if kind is EvalSettings:
+            fix += (
+                "; or copy what an evaluation has to a file of its own: data.validation, reward, rollout, another run_dir, and "
+                "model.path, which of a run's checkpoint is RUN_DIR/checkpoints/step-…/model (with adapters: export it first)"
+            )
+        raise UserError(what, why=str(error), fix=fix) from error
 
 
 def split_given(given: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -479,3 +479,4 @@ def test_settings_of_another_command_are_told_as_such(planned: Plan) -> None:
     )
     assert "has keys of `meshloom sft`, not of `meshloom train`" in planned("train", "sft.yaml", code=2)
     assert "meshloom sft sft.yaml" in planned("plan", "--kind", "train", "sft.yaml", code=2)
+    assert "model.path, which of a run's checkpoint is RUN_DIR" in planned("eval", "sft.yaml", code=2)
