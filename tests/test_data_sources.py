@@ -146,6 +146,20 @@ def test_a_datasets_folder_is_read(tmp_path):
     assert "cannot be loaded" in refused({"dataset": str(tmp_path / "nothing")})
 
 
+def test_a_dataset_with_subsets_wants_one_by_name(tmp_path):
+    """``openai/gsm8k`` could not be loaded: nothing in the settings named its subset."""
+    datasets = pytest.importorskip("datasets")
+    for name, answer in (("main", "4"), ("hard", "44")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "2 + 2", "answer": answer}) + "\n")
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("main", "hard"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    assert load({"dataset": str(tmp_path), "subset": "hard"})[0].answer == "44"
+    said = refused({"dataset": str(tmp_path)})
+    assert "subset: none given" in said and "['main', 'hard']" in said
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([VERL])}).save_to_disk(str(tmp_path / "saved"))
+    assert "has no subsets" in refused({"dataset": str(tmp_path / "saved"), "subset": "main"})
+
+
 def test_a_missing_datasets_package_is_one_line(monkeypatch):
     real = builtins.__import__
 

@@ -62,6 +62,8 @@ class SourceSettings(Settings):
     """Parquet (.parquet) or JSON Lines (.jsonl) files, read in this order; one name alone is a list of one."""
     dataset: Place | None = None
     """Name or folder for ``datasets.load_dataset`` (extra: datasets)."""
+    subset: str | None = None
+    """Subset (configuration) of ``dataset``, such as ``main`` of ``openai/gsm8k``."""
     split: str = "train"
     """Split of ``dataset``."""
     reasoning_gym: str | None = None

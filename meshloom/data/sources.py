@@ -54,7 +54,8 @@ def load_rows(source: SourceSettings, data: DataSettings) -> list[Row]:
 
 
 def _name(source: SourceSettings) -> str:
-    return ", ".join(source.files) or f"{source.dataset} (split {source.split})"
+    subset = "" if source.subset is None else f"subset {source.subset}, "
+    return ", ".join(source.files) or f"{source.dataset} ({subset}split {source.split})"
 
 
 def _file_records(source: SourceSettings) -> Iterator[tuple[Place, dict[str, Any]]]:
@@ -68,12 +69,11 @@ def _file_records(source: SourceSettings) -> Iterator[tuple[Place, dict[str, Any
 
 
 def _dataset_records(source: SourceSettings) -> Iterator[tuple[Place, dict[str, Any]]]:
-    name = str(source.dataset)
-    for index, record in enumerate(_load_dataset(name, source.split)):
-        yield Place(f"{name} (split {source.split})", "row", index), record
+    for index, record in enumerate(_load_dataset(str(source.dataset), source.subset, source.split)):
+        yield Place(_name(source), "row", index), record
 
 
-def _load_dataset(name: str, split: str) -> Iterable[dict[str, Any]]:
+def _load_dataset(name: str, subset: str | None, split: str) -> Iterable[dict[str, Any]]:
     try:
         import datasets
     except ImportError as error:
@@ -84,6 +84,8 @@ def _load_dataset(name: str, split: str) -> Iterable[dict[str, Any]]:
         ) from error
     folder = Path(name)
     try:
+        if subset is not None and any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
+            raise ValueError("a dataset that save_to_disk has written has no subsets")
         if (folder / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(name)
             if split not in loaded:
@@ -91,11 +93,11 @@ def _load_dataset(name: str, split: str) -> Iterable[dict[str, Any]]:
             return loaded[split]
         if (folder / "state.json").is_file():
             return datasets.load_from_disk(name)
-        return datasets.load_dataset(name, split=split)
+        return datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             "the dataset cannot be loaded",
-            where=f"dataset: {name}, split: {split}",
+            where=f"dataset: {name}, subset: {subset or 'none given'}, split: {split}",
             why=f"{type(error).__name__}: {error}"[:1000],
-            fix="give a name on the Hub, or a folder with Parquet or JSON Lines files, and one of its splits",
+            fix="give a name on the Hub, or a folder with Parquet or JSON Lines files, and one of its subsets and splits",
         ) from error

@@ -44,6 +44,8 @@ _ENDINGS = (".parquet", ".jsonl")
 _SUGGESTIONS = 3
 _WITHOUT_ARGUMENTS = (Verifier.EXACT_MATCH, Verifier.MATH_VERIFY)
 """Verifiers that any rows with an answer can be scored by, as they are."""
+_HIGHEST_LR, _SMALL_EPS = 0.02, 1e-3
+"""The learning rate above which AdamW changes a weight by its own size; with a larger epsilon an update is smaller."""
 
 
 def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_prompts: int | None) -> Findings:
@@ -94,7 +96,13 @@ def _check_source(found: Findings, path: str, source: SourceSettings) -> None:
         elif file.suffix.lower() not in _ENDINGS:
             what = f"{name} is neither Parquet nor JSON Lines by its name"
             found.refuse("S003", f"{path}.files", what, fix=f"files must end in {' or '.join(_ENDINGS)}")
-    owners = {"split": "dataset", "task": "reasoning_gym", "size": "reasoning_gym", "seed": "reasoning_gym"}
+    owners = {
+        "split": "dataset",
+        "subset": "dataset",
+        "task": "reasoning_gym",
+        "size": "reasoning_gym",
+        "seed": "reasoning_gym",
+    }
     for name, owner in owners.items():
         default = SourceSettings.model_fields[name].get_default(call_default_factory=True)
         if getattr(source, name) != default and owner not in kinds and not (name == "seed" and "episodes" in kinds):
@@ -287,10 +295,6 @@ def _check_microbatch(found: Findings, settings: TrainSettings | SftSettings) ->
         fix=", or ".join(bounds),
         suggestions=tuple((bound,) for bound in bounds),
     )
-
-
-_HIGHEST_LR, _SMALL_EPS = 0.02, 1e-3
-"""The learning rate above which AdamW changes a weight by its own size; with a larger epsilon an update is smaller."""
 
 
 def _check_optimizer(found: Findings, settings: TrainSettings | SftSettings, num_prompts: int | None) -> None:
