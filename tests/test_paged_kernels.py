@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshloom.rollout.paged_ops import HeadNorms, HeadShape, NormKind, Pool, Rope, Slots, TorchOps
+from meshloom.rollout.paged_ops import HeadNorms, HeadShape, NormKind, Pool, Rope, Slots, TermNorms, TorchOps
 from meshloom.rollout.products import Attention, Choices
 from meshloom.rollout.sampling import seed_keys
 from meshloom.rollout.slot_state import Field, Finish, Number
@@ -68,18 +68,58 @@ def on(slots: Slots, device: torch.device) -> Slots:
 def test_norms(random, gemma, width):
     kind = NormKind(1e-5, gemma)
     x, y, residual = normal(3, 5, width, random=random)
-    weight = normal(width, random=random)
+    weight, *norms = normal(3, width, random=random)
     results = []
     for ops, device in ((TorchOps(), CPU), (TritonOps(DEVICE), DEVICE)):
         a, b, c, w = (tensor.to(device, copy=True) for tensor in (x, y, residual, weight))
-        found = [ops.rms_norm(a, w, kind), *ops.norm_of_sum(c, a, w, kind)]
+        terms = TermNorms(*(norm.to(device) for norm in norms))
+        found = [ops.rms_norm(a, w, kind), *ops.norm_of_sum(c, a, w, kind), *ops.norm_of_sum(c, a, w, kind, terms)]
         torch.testing.assert_close(c.cpu(), residual, rtol=0, atol=0)
+        kept = c.clone()
+        found += [ops.norm_of_kept_sum(kept, a, b, w, kind, terms), kept]
         found.append(ops.norm_of_kept_sum(c, a, b, w, kind))
         found.append(ops.norm_of_kept_sum(c, a, b, w, kind))
         results.append([tensor.cpu() for tensor in (*found, c)])
     for theirs, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(results[0][-1], residual + 2 * (x + y))
+
+
+def exact_norm(x: torch.Tensor, weight: torch.Tensor, kind: NormKind) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + kind.eps) * (weight + kind.gemma)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_only_what_leaves_a_layer_is_rounded(random, name):
+    """Sums, norms and activations on the way to it were: sampler and compiled trainer then rounded at different places.
+
+    In float16: Triton's interpreter cuts bfloat16 where a GPU rounds it.
+    """
+    ops, device = (TorchOps(), CPU) if name == "torch" else (TritonOps(DEVICE), DEVICE)
+    kind, shape, tokens = NormKind(1e-6, True), HeadShape(3, 3, 64, 16), 40
+    narrow = [normal(*size, random=random, dtype=torch.float16).to(device) for size in [(3, tokens, 576), (5, 576)]]
+    (x, y, residual), (weight, *norms, query, key) = narrow
+    wide_x, wide_y, wide_residual, wide_weight = (tensor.double() for tensor in (x, y, residual, weight))
+    total = wide_residual + exact_norm(wide_x, norms[0].double(), kind)
+    expected = [exact_norm(total, wide_weight, kind), total + exact_norm(wide_y, norms[1].double(), kind)]
+    found = [ops.norm_of_sum(residual, x, weight, kind, TermNorms(*norms))[0], residual.clone()]
+    ops.norm_of_kept_sum(found[1], x, y, weight, kind, TermNorms(*norms))
+    found.append(ops.gated(x, True))
+    gate, up = wide_x.chunk(2, -1)
+    expected.append(torch.nn.functional.gelu(gate, approximate="tanh") * up)
+    cos, sin = (normal(50, 32, random=random, dtype=torch.float16).to(device) for _ in range(2))
+    head_norms, places = HeadNorms(query[:64], key[:64], kind), torch.full((tokens,), -1, device=device)
+    cells = torch.zeros(1, 2, 3, 16, 64, dtype=torch.float16, device=device)
+    pool = Pool([cells], torch.tensor([cells.data_ptr()], device=device))
+    turned = ops.rope_store(
+        x.clone(), shape, Rope(cos, sin), torch.arange(tokens, device=device), places, pool, 0, head_norms, False
+    )
+    found.append(turned[:, : 3 * 64])
+    low, high = exact_norm(wide_x[:, : 3 * 64].unflatten(1, (3, 64)), query[:64].double(), kind).chunk(2, -1)
+    c, s = cos[:tokens, None].double(), sin[:tokens, None].double()
+    expected.append(torch.cat([low * c - high * s, high * c + low * s], -1).flatten(1))
+    for ours, exact in zip(found, expected, strict=True):
+        assert (ours == exact.half()).double().mean() > 0.98
 
 
 @pytest.mark.parametrize("is_gelu", [False, True])

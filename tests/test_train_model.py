@@ -19,8 +19,9 @@ from transformers import (
 from meshloom.config.errors import RunFault, UserError
 from meshloom.config.settings import LoraSettings, ModelSettings, OptimizerSettings
 from meshloom.samples import Samples
+from meshloom.train import products
 from meshloom.train.attention import use_layouts
-from meshloom.train.head import check_head
+from meshloom.train.head import OutputHead, check_head
 from meshloom.train.load import add_lora
 from meshloom.train.model import LossParts, MicrobatchBound, TrainedModel
 from meshloom.train.optimizer import Optimizer
@@ -159,6 +160,18 @@ def test_forward_equals_whole_logits_at_a_temperature(family: str) -> None:
         mask = part["mask"][1:]
         torch.testing.assert_close(logprob[1:], logp.gather(-1, part["ids"][1:, None]).squeeze(-1) * mask)
         torch.testing.assert_close(entropy[1:], -(logp.exp() * logp).sum(-1) * mask)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_logits_of_a_bfloat16_model_are_not_rounded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were on the processor: half of what sampler and trainer disagreed about was that. In pieces of the vocabulary."""
+    monkeypatch.setattr(products, "_PIECE_BYTES", 40 * 64 * 4)
+    module = tiny_model(family, torch.bfloat16)
+    hidden_ND = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        logits_NV = OutputHead(module).logits(hidden_ND)
+    exact_NV = hidden_ND.double() @ module.get_output_embeddings().weight.double().T
+    torch.testing.assert_close(logits_NV.double(), exact_NV, rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_model_accumulates_and_steps_in_float32() -> None:

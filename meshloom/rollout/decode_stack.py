@@ -21,7 +21,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from meshloom.rollout.paged_ops import HeadNorms, HeadShape, NormKind, Ops, Pool, Rope
+from meshloom.rollout.paged_ops import NO_NORMS, HeadNorms, HeadShape, NormKind, Ops, Pool, Rope, TermNorms
 from meshloom.rollout.peers import Alone, Peers
 from meshloom.train.head import decoder_of, plain_model
 
@@ -97,11 +97,11 @@ class _Layer:
     qkv: Projection
     norms: HeadNorms | None
     out: Projection
-    norm_after_attention: Tensor | None
     norm_before_mlp: Tensor
     gate_up: Projection
     down: Projection
-    norm_after_mlp: Tensor | None
+    norms_after: TermNorms
+    """Of what attention and the MLP add to the residual."""
     kind: str
     """Which rotary embedding it uses."""
     window: int | None
@@ -187,11 +187,10 @@ class DecodeStack:
             if has_norms
             else None,
             out=Projection([attention.o_proj], self.peers),
-            norm_after_attention=layer.post_attention_layernorm.weight.detach() if self._gemma else None,
             norm_before_mlp=before_mlp.weight.detach(),
             gate_up=Projection([mlp.gate_proj, mlp.up_proj]),
             down=Projection([mlp.down_proj], self.peers),
-            norm_after_mlp=layer.post_feedforward_layernorm.weight.detach() if self._gemma else None,
+            norms_after=_norms_after(layer) if self._gemma else NO_NORMS,
             kind=attention.layer_type if self._gemma else "",
             window=_window(layer),
         )
@@ -252,10 +251,10 @@ class DecodeStack:
         ends = [layer.norm_in for layer in self._layers[1:]] + [self._decoder.norm.weight.detach()]
         for number, (layer, norm_next) in enumerate(zip(self._layers, ends, strict=True)):
             qkv = self._qkv(layer, x, pool, positions_T, places_T, number, keep_key)
-            seen = self._term(layer.out, attend(number, qkv), layer.norm_after_attention, whole=keep_key)
-            x, seen = self._ops.norm_of_sum(residual, seen, layer.norm_before_mlp, self._norm)
-            x = self._term(layer.down, self._gated(layer.gate_up, x), layer.norm_after_mlp, whole=keep_key)
-            x = self._ops.norm_of_kept_sum(residual, seen, x, norm_next, self._norm)
+            seen = self._term(layer.out, attend(number, qkv), whole=keep_key)
+            x, seen = self._ops.norm_of_sum(residual, seen, layer.norm_before_mlp, self._norm, layer.norms_after)
+            x = self._term(layer.down, self._gated(layer.gate_up, x), whole=keep_key)
+            x = self._ops.norm_of_kept_sum(residual, seen, x, norm_next, self._norm, layer.norms_after)
         return x
 
     def _qkv(
@@ -270,10 +269,8 @@ class DecodeStack:
             qkv, self.shape, rope, positions_T, places_T, pool, number, layer.norms, keep_key, bias
         )
 
-    def _term(self, projection: Projection, x: Tensor, norm: Tensor | None, *, whole: bool) -> Tensor:
+    def _term(self, projection: Projection, x: Tensor, *, whole: bool) -> Tensor:
         """What a projection adds to the residual, perhaps in pieces unless it must be whole."""
-        if norm is not None:
-            return self._ops.rms_norm(projection(x), norm, self._norm)
         weight = projection.weight
         found = None if whole or weight is None or projection.bias is not None else self._ops.pieces(x, weight)
         return projection(x) if found is None else found
@@ -282,6 +279,10 @@ class DecodeStack:
         if projection.weight is None or projection.bias is not None:
             return self._ops.gated(projection(x), self._is_gelu)
         return self._ops.gated_product(x, projection.weight, self._is_gelu)
+
+
+def _norms_after(layer: nn.Module) -> TermNorms:
+    return TermNorms(layer.post_attention_layernorm.weight.detach(), layer.post_feedforward_layernorm.weight.detach())
 
 
 def _window(layer: nn.Module) -> int | None:

@@ -25,15 +25,25 @@ def _layer_of(pool_ptr, layer, kind: tl.constexpr):
 
 
 @triton.jit
+def _normed(wide, weight_ptr, col, inside, eps, E, GEMMA: tl.constexpr):
+    """The root-mean-square norm of a row in float32, not rounded."""
+    weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
+    if GEMMA:
+        weight += 1.0
+    return wide * tl.rsqrt(tl.sum(wide * wide, 0) / E + eps) * weight
+
+
+@triton.jit
 def sum_rms_norm_kernel(
-    x_ptr, y_ptr, residual_ptr, weight_ptr, out_ptr, rounded_ptr, eps, E, stride,
-    NUM: tl.constexpr, KEEP: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr,
-    X_PIECES: tl.constexpr, Y_PIECES: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, y_ptr, residual_ptr, weight_ptr, x_norm_ptr, y_norm_ptr, out_ptr, rounded_ptr, eps, E, stride,
+    NUM: tl.constexpr, X_NORM: tl.constexpr, Y_NORM: tl.constexpr, KEEP: tl.constexpr, GEMMA: tl.constexpr,
+    BLOCK: tl.constexpr, X_PIECES: tl.constexpr, Y_PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A row: the root-mean-square norm of ``residual``, plus ``x`` (NUM 1), plus ``y`` (NUM 2).
 
-    With KEEP the sum is rounded, becomes ``residual``, and its norm is taken; without, the norm is that of the sum before
-    rounding. So it is in a compiled layer of the trainer, where only what leaves the layer is rounded.
+    With X_NORM and Y_NORM the norms of ``x`` and ``y`` are added instead, before they are rounded. With KEEP the sum is
+    rounded, becomes ``residual``, and its norm is taken; without, the norm is that of the sum before rounding. So it is in a
+    compiled layer of the trainer, where only what leaves the layer is rounded.
 
     X_PIECES and Y_PIECES: how many pieces in float32, each ``stride`` numbers, ``x`` and ``y`` are the rounded sums of; 0 if
     they are tensors like the residual. The rounded sum of the pieces of ``x`` goes to ``rounded``.
@@ -47,23 +57,26 @@ def sum_rms_norm_kernel(
     if X_PIECES > 0:
         x = sum_of_pieces(x_ptr, start + col, inside, stride, X_PIECES).to(residual.dtype)
         tl.store(rounded_ptr + start + col, x, mask=inside)
-        wide += x.to(tl.float32)
     elif NUM > 0:
-        wide += tl.load(x_ptr + start + col, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + start + col, mask=inside, other=0.0)
+    if X_NORM:
+        wide += _normed(x.to(tl.float32), x_norm_ptr, col, inside, eps, E, GEMMA)
+    elif NUM > 0:
+        wide += x.to(tl.float32)
     if Y_PIECES > 0:
-        wide += sum_of_pieces(y_ptr, start + col, inside, stride, Y_PIECES).to(residual.dtype).to(tl.float32)
+        y = sum_of_pieces(y_ptr, start + col, inside, stride, Y_PIECES).to(residual.dtype)
     elif NUM > 1:
-        wide += tl.load(y_ptr + start + col, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + start + col, mask=inside, other=0.0)
+    if Y_NORM:
+        wide += _normed(y.to(tl.float32), y_norm_ptr, col, inside, eps, E, GEMMA)
+    elif NUM > 1:
+        wide += y.to(tl.float32)
     if KEEP:
         kept = wide.to(residual.dtype)
         tl.store(residual_ptr + start + col, kept, mask=inside)
         wide = kept.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
-    weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
-    normed = wide * scale
-    if GEMMA:
-        weight += 1.0
-    tl.store(out_ptr + start + col, (normed * weight).to(residual.dtype), mask=inside)
+    normed = _normed(wide, weight_ptr, col, inside, eps, E, GEMMA)
+    tl.store(out_ptr + start + col, normed.to(residual.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["layer"])  # one compilation for all layers

@@ -8,7 +8,7 @@ head, V vocabulary, L layers, F width of the feed-forward layer, B slots.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,16 @@ class NormKind:
 
     eps: float
     gemma: bool
+
+
+class TermNorms(NamedTuple):
+    """Weights [E] of the norms that what is added to the residual goes through before, each none where there is no norm."""
+
+    x: Tensor | None
+    y: Tensor | None
+
+
+NO_NORMS = TermNorms(None, None)
 
 
 @dataclass(frozen=True)
@@ -97,14 +107,25 @@ class Ops(Protocol):
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor: ...
 
-    def norm_of_sum(self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> tuple[Tensor, Tensor]:
-        """Norm of ``residual + x``, which is neither rounded nor kept; and ``x``, which may come in ``pieces``."""
+    def norm_of_sum(
+        self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind, terms: TermNorms = NO_NORMS
+    ) -> tuple[Tensor, Tensor]:
+        """Norm of ``residual + x``, which is neither rounded nor kept; and ``x``, which may come in ``pieces``.
+
+        With a norm of its own, that norm of ``x`` is what is added, not rounded before; ``x`` comes back without it.
+        """
         ...
 
     def norm_of_kept_sum(
-        self, residual_TE: Tensor, x_TE: Tensor, y_TE: Tensor, weight_E: Tensor, kind: NormKind
+        self,
+        residual_TE: Tensor,
+        x_TE: Tensor,
+        y_TE: Tensor,
+        weight_E: Tensor,
+        kind: NormKind,
+        terms: TermNorms = NO_NORMS,
     ) -> Tensor:
-        """``residual += x + y`` in place; returns its norm. ``y`` may come in ``pieces``."""
+        """``residual += x + y`` in place, rounded once; returns its norm. ``y`` may come in ``pieces``; ``terms`` as before."""
         ...
 
     def rope_store(
@@ -154,21 +175,29 @@ class Ops(Protocol):
 
 
 class TorchOps:
-    """The operations in plain torch, on the processor: they say what the kernels compute."""
+    """The operations in plain torch, on the processor: they say what the kernels compute, and where they round."""
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
-        wide = x_TE.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + kind.eps)
-        return (normed * (weight_E.float() + kind.gemma)).to(x_TE.dtype)
+        return _normed(_wide(x_TE), weight_E, kind).to(x_TE.dtype)
 
-    def norm_of_sum(self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> tuple[Tensor, Tensor]:
+    def norm_of_sum(
+        self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind, terms: TermNorms = NO_NORMS
+    ) -> tuple[Tensor, Tensor]:
         x_TE = _whole(x_TE, residual_TE.dtype)
-        return self.rms_norm(residual_TE + x_TE, weight_E, kind), x_TE
+        total = _wide(residual_TE) + _term(x_TE, terms.x, kind)
+        return _normed(total, weight_E, kind).to(residual_TE.dtype), x_TE
 
     def norm_of_kept_sum(
-        self, residual_TE: Tensor, x_TE: Tensor, y_TE: Tensor, weight_E: Tensor, kind: NormKind
+        self,
+        residual_TE: Tensor,
+        x_TE: Tensor,
+        y_TE: Tensor,
+        weight_E: Tensor,
+        kind: NormKind,
+        terms: TermNorms = NO_NORMS,
     ) -> Tensor:
-        residual_TE.copy_(residual_TE + x_TE + _whole(y_TE, residual_TE.dtype))
+        y_TE = _whole(y_TE, residual_TE.dtype)
+        residual_TE.copy_(_wide(residual_TE) + _term(x_TE, terms.x, kind) + _term(y_TE, terms.y, kind))
         return self.rms_norm(residual_TE, weight_E, kind)
 
     def rope_store(
@@ -188,8 +217,12 @@ class TorchOps:
         heads = qkv.unflatten(-1, (-1, shape.head_dim))
         sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         query, key, value = heads.split(sizes, 1)
-        rotated_key = _rotate(key if norms is None else self.rms_norm(key, norms.key, norms.kind), rope, positions)
-        query.copy_(_rotate(query if norms is None else self.rms_norm(query, norms.query, norms.kind), rope, positions))
+        wide_query, wide_key = _wide(query), _wide(key)
+        if norms is not None:
+            wide_query = _normed(wide_query, norms.query, norms.kind)
+            wide_key = _normed(wide_key, norms.key, norms.kind)
+        rotated_key = _rotate(wide_key, rope, positions).to(qkv.dtype)
+        query.copy_(_rotate(wide_query, rope, positions))
         if keep_key:
             key.copy_(rotated_key)
         kept = places >= 0
@@ -211,15 +244,17 @@ class TorchOps:
         if window is not None:
             visible &= place >= seen - window
         grouped = query.unflatten(1, (shape.num_kv_heads, shape.group))
-        score = torch.einsum("nkgd,nktd->nkgt", grouped, keys) * scale
+        score = torch.einsum("nkgd,nktd->nkgt", _wide(grouped), _wide(keys)) * scale
         score = score.masked_fill(~visible[:, None, None], -torch.inf)
-        weight = torch.nan_to_num(score.softmax(-1))
-        values = values.masked_fill(~visible[:, None, :, None], 0.0)
-        return torch.einsum("nkgt,nktd->nkgd", weight, values).flatten(1)
+        weight = (score - torch.nan_to_num(score.amax(-1, keepdim=True), neginf=0.0)).exp()
+        values = _wide(values.masked_fill(~visible[:, None, :, None], 0.0))
+        # Weights are rounded before they are divided by their sum, as a matrix unit takes them.
+        summed = torch.einsum("nkgt,nktd->nkgd", _wide(weight.to(qkv.dtype)), values)
+        return (summed / weight.sum(-1, keepdim=True).clamp(min=1.0)).flatten(1).to(qkv.dtype)
 
     def gated(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return (gelu(gate, approximate="tanh") if is_gelu else silu(gate)) * up
+        gate, up = _wide(gate_up).chunk(2, -1)
+        return ((gelu(gate, approximate="tanh") if is_gelu else silu(gate)) * up).to(gate_up.dtype)
 
     def gated_product(self, x_TE: Tensor, weight: Tensor, is_gelu: bool) -> Tensor:
         return self.gated(linear(x_TE, weight), is_gelu)
@@ -273,7 +308,22 @@ def _whole(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.sum(0).to(dtype) if x.ndim == 3 else x
 
 
+def _wide(x: Tensor) -> Tensor:
+    """In float32, or float64 as it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _normed(wide: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
+    """The norm, not rounded."""
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + kind.eps) * (_wide(weight_E) + kind.gemma)
+
+
+def _term(x_TE: Tensor, norm_E: Tensor | None, kind: NormKind) -> Tensor:
+    return _wide(x_TE) if norm_E is None else _normed(_wide(x_TE), norm_E, kind)
+
+
 def _rotate(x_THD: Tensor, rope: Rope, positions: Tensor) -> Tensor:
-    cos, sin = rope.cos[positions][:, None], rope.sin[positions][:, None]
+    """Of values in float32 or float64; not rounded."""
+    cos, sin = _wide(rope.cos[positions][:, None]), _wide(rope.sin[positions][:, None])
     low, high = x_THD.chunk(2, -1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)

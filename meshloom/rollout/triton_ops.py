@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from triton import cdiv, next_power_of_2
 
 from meshloom.rollout import paged_kernels, sampling_kernels
-from meshloom.rollout.paged_ops import HeadNorms, HeadShape, NormKind, Pool, Rope, Slots
+from meshloom.rollout.paged_ops import NO_NORMS, HeadNorms, HeadShape, NormKind, Pool, Rope, Slots, TermNorms
 from meshloom.rollout.products import Choices, Kind, choices_for, gated_product, launch_options, product_in_pieces
 
 _LOG2E = math.log2(math.e)
@@ -37,28 +37,44 @@ class TritonOps:
         self._shared_bytes = None if found is None else found.shared_memory_per_block_optin
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> Tensor:
-        return self._norm(x_TE, (), weight_E, kind, keep=False)[0]
+        return self._norm(x_TE, (), weight_E, kind, NO_NORMS, keep=False)[0]
 
-    def norm_of_sum(self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind) -> tuple[Tensor, Tensor]:
-        return self._norm(residual_TE, (x_TE,), weight_E, kind, keep=False)
+    def norm_of_sum(
+        self, residual_TE: Tensor, x_TE: Tensor, weight_E: Tensor, kind: NormKind, terms: TermNorms = NO_NORMS
+    ) -> tuple[Tensor, Tensor]:
+        return self._norm(residual_TE, (x_TE,), weight_E, kind, TermNorms(terms.x, None), keep=False)
 
     def norm_of_kept_sum(
-        self, residual_TE: Tensor, x_TE: Tensor, y_TE: Tensor, weight_E: Tensor, kind: NormKind
+        self,
+        residual_TE: Tensor,
+        x_TE: Tensor,
+        y_TE: Tensor,
+        weight_E: Tensor,
+        kind: NormKind,
+        terms: TermNorms = NO_NORMS,
     ) -> Tensor:
-        return self._norm(residual_TE, (x_TE, y_TE), weight_E, kind, keep=True)[0]
+        return self._norm(residual_TE, (x_TE, y_TE), weight_E, kind, terms, keep=True)[0]
 
     def _norm(
-        self, residual_TE: Tensor, terms: tuple[Tensor, ...], weight_E: Tensor, kind: NormKind, *, keep: bool
+        self,
+        residual_TE: Tensor,
+        terms: tuple[Tensor, ...],
+        weight_E: Tensor,
+        kind: NormKind,
+        norms: TermNorms,
+        *,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         """The norm, and the first term as it counts."""
         out = torch.empty_like(residual_TE)
         width = residual_TE.shape[-1]
         x, y = (*terms, residual_TE, residual_TE)[:2]
         rounded = torch.empty_like(residual_TE) if x.ndim == 3 else x
+        x_norm, y_norm = (weight_E if norm is None else norm for norm in norms)
         paged_kernels.sum_rms_norm_kernel[(len(out),)](
-            x, y, residual_TE, weight_E, out, rounded, kind.eps, width, residual_TE.numel(),
-            NUM=len(terms), KEEP=keep, GEMMA=kind.gemma, BLOCK=next_power_of_2(width),
-            X_PIECES=_pieces(x), Y_PIECES=_pieces(y), OVERLAP=self._overlaps,
+            x, y, residual_TE, weight_E, x_norm, y_norm, out, rounded, kind.eps, width, residual_TE.numel(),
+            NUM=len(terms), X_NORM=norms.x is not None, Y_NORM=norms.y is not None, KEEP=keep, GEMMA=kind.gemma,
+            BLOCK=next_power_of_2(width), X_PIECES=_pieces(x), Y_PIECES=_pieces(y), OVERLAP=self._overlaps,
             num_warps=4 if width <= 4096 else 8, **self._launch,
         )  # fmt: skip
         return out, rounded

@@ -1,13 +1,28 @@
 """Matrix products whose result is wider than their factors.
 
 Owns: which of torch's calls makes one on a device. Always holds: no wide copy of a factor is made on a GPU, whose matrix
-units add up in float32 in any case; the processor widens the factors, which gives the same sums.
+units add up in float32 in any case; the processor widens the factors, which gives the same sums, and the right one of
+``wide_product`` in pieces.
 """
 
 from functools import cache
 
 import torch
 from torch import Tensor
+
+_PIECE_BYTES = 4 * 2**20
+"""Of a factor widened at once, about what a processor's cache holds."""
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` in float32, of narrower factors, of which the right one may be large."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    wide, out = left.float(), torch.empty(len(left), right.shape[1], dtype=torch.float32, device=left.device)
+    columns = max(1, _PIECE_BYTES // (4 * right.shape[0]))
+    for at in range(0, right.shape[1], columns):
+        out[:, at : at + columns] = wide @ right[:, at : at + columns].float()
+    return out
 
 
 def put_product(out: Tensor, left: Tensor, right: Tensor) -> None:
