@@ -1,10 +1,12 @@
 """How far the sampler's log-probs are from the trainer's in bfloat16: mean |Δ| over sampled tokens, for each engine.
 
 Usage: python bench/gpu_agreement.py --engines torch vllm --size 0.5b --tokenizer DIR [--model DIR] [--peer-path PYTHONPATH]
+[--float32]
 
 Each engine samples 64 prompts × 2 responses at temperature 1; the trainer then computes the same tokens' log-probs
 with the same weights in one packed pass, as in a run. On a model of random weights, and on a real one if its folder is
-given. Each engine is a process of its own. The last line is the embedded engine's mean over vLLM's, or over nothing (nan).
+given. Each engine is a process of its own. With ``--float32`` both are compared with the trainer's pass in float32 too, which
+says which of the two is further off. The last line is the embedded engine's mean over vLLM's, or over nothing (nan).
 """
 
 import argparse
@@ -12,7 +14,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import meshloom  # noqa: F401  sets the process up before torch is imported
 
@@ -21,21 +23,50 @@ import torch
 from gpu_common import HERE, Budget, common_arguments, console, print_ratio, print_table, tail_of, versions_line, watch
 from gpu_models import chat_ids, prepared, questions
 from rich.console import Console
+from torch import Tensor
 
 from meshloom.config.settings import DataSettings, ModelSettings, RolloutSettings, SourceSettings
 from meshloom.loop.build import build_actor, build_engine
 from meshloom.rollout.protocol import Completion, Request, SamplingParams
 from meshloom.samples import Samples
 from meshloom.train.load import load_tokenizer
-from meshloom.train.model import MicrobatchBound
+from meshloom.train.model import MicrobatchBound, TrainedModel
 
 SAMPLES_PER_PROMPT = 2
+_FIGURES = {
+    "mean": "mean |Δ log-prob|",
+    "p99": "99th percentile",
+    "largest": "largest",
+    "ratio": "mean e^Δ",
+    "sampler": "sampler, from float32",
+    "trainer": "trainer, from float32",
+}
 
 
 def measure(spec: dict[str, Any]) -> dict[str, float]:
-    """Mean, 99th percentile and largest |Δ log-prob|, and the mean of e^Δ, of one engine on one model."""
-    model = ModelSettings(path=spec["model"], dtype="bfloat16")
-    actor = build_actor(model, None, MicrobatchBound(16384), device="auto", seed=0, checkpoint=None)
+    """Mean, 99th percentile and largest |Δ log-prob|, and the mean of e^Δ, of one engine on one model; how far sampler and
+    trainer are from float32, if that is asked for."""
+    actor = _actor(spec, "bfloat16")
+    samples = draw(actor, spec)
+    trained, sampled = (x[samples["mask"]].double() for x in (_said(actor, samples), samples["sampler_logprob"]))
+    del actor
+    gap = trained - sampled
+    size = gap.abs()
+    found = {
+        "tokens": float(len(gap)),
+        "mean": float(size.mean()),
+        "p99": float(size.sort().values[int(0.99 * (len(size) - 1))]),
+        "largest": float(size.max()),
+        "ratio": float(gap.exp().mean()),
+    }
+    if spec["float32"]:
+        exact = _said(_actor(spec, "float32"), samples)[samples["mask"]].double()
+        found |= {"sampler": float((sampled - exact).abs().mean()), "trainer": float((trained - exact).abs().mean())}
+    return found
+
+
+def draw(actor: TrainedModel, spec: dict[str, Any]) -> Samples:
+    """What an engine samples, with what it says of it."""
     tokenizer = load_tokenizer(spec["model"])
     rollout = RolloutSettings.model_validate({"engine": spec["engine"], **spec["rollout"]})
     engine = build_engine(actor, rollout, DataSettings(train=SourceSettings(files=("-.jsonl",))), tokenizer)
@@ -49,17 +80,17 @@ def measure(spec: dict[str, Any]) -> dict[str, float]:
     ]
     sampled = list(engine.generate(requests, deadline_s=3600))
     engine.sleep()
-    samples = as_samples(prompts, sampled)
-    trained, _ = actor.forward(samples, temperature=1.0)
-    gap = (trained.double() - samples["sampler_logprob"].double())[samples["mask"]]
-    size = gap.abs()
-    return {
-        "tokens": float(len(gap)),
-        "mean": float(size.mean()),
-        "p99": float(size.sort().values[int(0.99 * (len(size) - 1))]),
-        "largest": float(size.max()),
-        "ratio": float(gap.exp().mean()),
-    }
+    return as_samples(prompts, sampled)
+
+
+def _said(actor: TrainedModel, samples: Samples) -> Tensor:
+    """What the trainer says of samples, [T]."""
+    return actor.forward(samples, temperature=1.0)[0]
+
+
+def _actor(spec: dict[str, Any], dtype: Literal["bfloat16", "float32"]) -> TrainedModel:
+    model = ModelSettings(path=spec["model"], dtype=dtype)
+    return build_actor(model, None, MicrobatchBound(16384), device="auto", seed=0, checkpoint=None)
 
 
 def as_samples(prompts: list[list[int]], sampled: list[Completion]) -> Samples:
@@ -97,9 +128,10 @@ def main() -> None:
     parser.add_argument("--size", choices=["0.5b", "1.5b", "3b", "7b"], default="0.5b")
     parser.add_argument("--model", type=Path, action="append", default=[], help="folder of a real model")
     parser.add_argument("--engines", nargs="+", default=["torch"], choices=["torch", "vllm"])
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256, help="most tokens of a response")
+    parser.add_argument("--prompts", type=int, help="default: 64, or 4 with --tiny")
+    parser.add_argument("--tokens", type=int, help="most tokens of a response; default: 256, or 16 with --tiny")
     parser.add_argument("--rollout", type=json.loads, default={}, help="further rollout settings, as JSON")
+    parser.add_argument("--float32", action="store_true", help="compare both with a pass in float32 too")
     parser.add_argument("--inside", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
@@ -110,7 +142,8 @@ def main() -> None:
     size = "tiny" if options.tiny else options.size
     models = {f"{size}, random": prepared(options.work, size, tokenizer=options.tokenizer)}
     models |= {folder.name: folder.resolve() for folder in options.model}
-    prompts, tokens = (4, 16) if options.tiny else (options.prompts, options.tokens)
+    prompts, tokens = (4, 16) if options.tiny else (64, 256)
+    prompts, tokens = options.prompts or prompts, options.tokens or tokens
     rows, means = [], {}
     for name, folder in models.items():
         for engine in options.engines:
@@ -120,14 +153,15 @@ def main() -> None:
                 "prompts": prompts,
                 "tokens": tokens,
                 "rollout": options.rollout,
+                "float32": options.float32,
             }
             inside = options.tiny and engine == "torch"
             found = measure(spec) if inside else in_process(out, options, spec, budget.left_s)
             if found is not None:
                 means[name, engine] = found["mean"]
-                figures = [f"{found[key]:.5f}" for key in ("mean", "p99", "largest", "ratio")]
+                figures = [f"{found[key]:.5f}" for key in _FIGURES if key in found]
                 rows.append([f"{name}, engine {engine}", f"{found['tokens']:,.0f}", *figures])
-    headings = ["model, engine", "tokens", "mean |Δ log-prob|", "99th percentile", "largest", "mean e^Δ"]
+    headings = ["model, engine", "tokens", *list(_FIGURES.values())[: 6 if options.float32 else 4]]
     print_table(out, "sampler against trainer, bfloat16", headings, rows)
     out.print(versions_line(options.peer_path))
     for name in models:

@@ -47,10 +47,11 @@ def test_the_engine_is_measured(run) -> None:
 
 
 def test_sampler_and_trainer_are_compared(run) -> None:
-    out = run("gpu_agreement")
+    out = run("gpu_agreement", "--float32")
     row = next(line for line in out.splitlines() if "tiny, random, engine torch" in line)
-    tokens, mean, *_ = (cell.strip() for cell in row.split("│")[2:-1])
+    tokens, mean, *_, sampler, trainer = (cell.strip() for cell in row.split("│")[2:-1])
     assert int(tokens) > 0 and 0 < float(mean) < 0.02
+    assert 0 < float(sampler) < 0.02 and 0 < float(trainer) < 0.02
 
 
 def test_the_start_is_measured(run) -> None:

@@ -236,7 +236,7 @@ class TorchOps:
     ) -> Tensor:
         count = len(qkv)
         query = qkv.unflatten(-1, (-1, shape.head_dim))[:, : shape.num_heads]
-        pages = -(-int(slots.seen[:count].max()) // shape.page)
+        pages = max(1, -(-int(slots.seen[:count].max()) // shape.page))  # there is one, also where no row is in use
         cells = pool.layers[layer][slots.table[:count, :pages].long()]
         keys, values = cells.transpose(1, 2).transpose(2, 3).flatten(3, 4).unbind(1)
         place, seen = torch.arange(pages * shape.page, device=qkv.device), slots.seen[:count, None]

@@ -10,8 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_PIECE_BYTES = 4 * 2**20
-"""Of a factor widened at once, about what a processor's cache holds."""
+_PIECE_BYTES = 2**20
+"""Of a factor widened at once, about what the cache of a core holds."""
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
