@@ -127,6 +127,16 @@ def test_what_cannot_be_rendered_is_one_clear_error(prompt, template, settings, 
         assert word in message
 
 
+def test_the_template_gets_arguments_and_those_that_it_does_not_read_are_refused():
+    thinks = tokenizer(CHATML + "{% if thinks is false %}<eos>{% endif %}")
+    plain, silent = (data(chat_template_arguments=arguments) for arguments in ({}, {"thinks": False}))
+    (without,), (with_it,) = (render_prompts(rows(CHAT), thinks, given).prompts for given in (plain, silent))
+    assert with_it.text == without.text + "<eos>"
+    for name, said in (("thinking", "does not name it"), ("tools", "by the run itself")):
+        message = refused(render_prompts, rows(CHAT), thinks, data(chat_template_arguments={name: True}))
+        assert said in message and f"data.chat_template_arguments.{name}" in message
+
+
 def test_a_refused_chat_is_named_by_its_row():
     bad = [{"role": "system", "content": "x"}, *CHAT]
     assert "row 2" in refused(render_prompts, rows(CHAT, "a", bad, CHAT), tokenizer(STRICT), data())

@@ -96,6 +96,7 @@ def test_what_cannot_work_is_refused(code: str, overrides: list[str], said: str)
         ("A007", ["batch.samples_per_prompt=1"]),
         ("A008", ["algorithm.kl=loss", "algorithm.kl_coefficient=0"]),
         ("A009", ["algorithm.kl_coefficient=0.1"]),
+        ("S005", ["data.chat_template=never", "data.chat_template_arguments.enable_thinking=false"]),
         ("A012", ["algorithm.max_lag_versions=1", "batch.prompts_per_update=32"]),
         ("A010", ["algorithm.policy_loss=gspo", "algorithm.reduction=token-sum"]),
         ("R002", ["validation.samples_per_prompt=8"]),

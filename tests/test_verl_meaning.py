@@ -223,6 +223,9 @@ MEANING = [
 
 
 _FILTER = "algorithm.filter_groups.enable=True"
+MEANING.append(
+    ("data.chat_template_arguments.enable_thinking", False, ["+data.apply_chat_template_kwargs.enable_thinking=False"])
+)
 _LORA = "actor_rollout_ref.model.lora"
 _MEGATRON = f"{ACTOR}.megatron.offload"
 _DISK = ["model_engine=megatron", f"{_MEGATRON}.param.target=disk", f"{_MEGATRON}.disk.path=/nvme"]
@@ -384,9 +387,9 @@ REFUSED = [
     ("trainer.critic_warmup", "set it to 0", ["trainer.critic_warmup=20"]),
     ("trainer.v1.trainer_mode", "sync", ["trainer.v1.trainer_mode=separate_async"]),
     (
-        "data.apply_chat_template_kwargs.enable_thinking",
-        "template",
-        ["+data.apply_chat_template_kwargs.enable_thinking=False"],
+        "data.apply_chat_template_kwargs.deep",
+        "leave it out",
+        ["+data.apply_chat_template_kwargs.deep=[1]"],
     ),
     (
         "actor_rollout_ref.model.override_config.rope_theta",

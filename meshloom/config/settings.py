@@ -101,6 +101,8 @@ class DataSettings(Settings):
     """Column of the answer in plain rows; rows with ``reward_model.ground_truth`` (verl's format) need none."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Render prompts with the tokenizer's chat template. ``auto``: chats always, strings if the tokenizer has a template."""
+    chat_template_arguments: dict[str, int | float | bool | str] = Field(default_factory=dict)
+    """Further arguments that the template reads, such as ``enable_thinking``."""
     system_prompt: str | None = None
     """Put before each chat as a system message."""
     max_prompt_tokens: Count = 512

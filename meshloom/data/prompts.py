@@ -5,6 +5,7 @@ tokenised once, and everything later uses those ids; its text is what those ids 
 way for reinforcement learning and for supervised fine-tuning.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Chat = list[dict[str, Any]]
 _T = TypeVar("_T")
 
+_OWN_ARGUMENTS = ("tools", "messages", "add_generation_prompt", "tokenize", "return_dict")
 _BATCH = 1024
 """Rows rendered and tokenised in one call."""
 
@@ -115,7 +117,7 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase", data: DataSettings) -> int
     if tokenizer.chat_template and data.chat_template != "never":
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            (ids,) = _encode([probe], tokenizer, generation_prompt=False)
+            (ids,) = _encode([probe], tokenizer, data, generation_prompt=False)
         except TemplateError:
             return tokenizer.eos_token_id
         ids = _without_trailing_space(ids, tokenizer)
@@ -172,7 +174,7 @@ def _prompt_ids(
     ids: dict[int, list[int]] = {}
     if chats:
         templated = [rows[i] for i in chats]
-        rendered = _template_ids(list(chats.values()), templated, tokenizer, generation_prompt=True, tools=tools)
+        rendered = _template_ids(list(chats.values()), templated, tokenizer, data, generation_prompt=True, tools=tools)
         ids |= zip(chats, rendered, strict=True)
     if texts:
         ids |= zip(texts, _plain_ids(list(texts.values()), tokenizer), strict=True)
@@ -233,14 +235,16 @@ def _template_ids(
     chats: list[Chat],
     rows: Sequence[Row],
     tokenizer: "PreTrainedTokenizerBase",
+    data: DataSettings,
     *,
     generation_prompt: bool,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[list[int]]:
     """Ids of each chat; ``rows`` are where they are from, for errors."""
+    _require_read(tokenizer, data)
 
     def render(some: list[Chat]) -> list[list[int]]:
-        return _encode(some, tokenizer, generation_prompt=generation_prompt, tools=tools)
+        return _encode(some, tokenizer, data, generation_prompt=generation_prompt, tools=tools)
 
     try:
         return render(chats)
@@ -253,9 +257,23 @@ def _template_ids(
         ) from error
 
 
+def _require_read(tokenizer: "PreTrainedTokenizerBase", data: DataSettings) -> None:
+    """Refuse an argument that the template does not read: it would change nothing, unnoticed."""
+    for name in data.chat_template_arguments:
+        if name in _OWN_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            why = "it is given by the run itself" if name in _OWN_ARGUMENTS else "its text does not name it"
+            raise UserError(
+                f"the chat template reads no argument {name!r}",
+                where=f"data.chat_template_arguments.{name}",
+                why=why,
+                fix="leave it out, or give one that chat_template.jinja of the model's folder names",
+            )
+
+
 def _encode(
     chats: list[Chat],
     tokenizer: "PreTrainedTokenizerBase",
+    data: DataSettings,
     *,
     generation_prompt: bool,
     tools: Sequence[dict[str, Any]] = (),
@@ -266,6 +284,7 @@ def _encode(
         add_generation_prompt=generation_prompt,
         tokenize=True,
         return_dict=True,
+        **data.chat_template_arguments,
     )
     return encoded["input_ids"]
 
@@ -299,7 +318,7 @@ def _responses(
     templated = [i for i, row in enumerate(rows) if _uses_template(row, tokenizer, data)]
     if templated:
         chats = [[*_chat(rows[i], data), {"role": "assistant", "content": rows[i].response}] for i in templated]
-        whole = _template_ids(chats, [rows[i] for i in templated], tokenizer, generation_prompt=False)
+        whole = _template_ids(chats, [rows[i] for i in templated], tokenizer, data, generation_prompt=False)
         for i, ids in zip(templated, whole, strict=True):
             prompt_ids = part[i][1]
             if ids[: len(prompt_ids)] == prompt_ids:

@@ -9,7 +9,7 @@ White space at the ends of a turn is the one thing a template may drop (many tri
 as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,11 +66,13 @@ class ChatRenderer:
         tokenizer: with a chat template.
         tools: JSON schemas that the template is given.
         end_id: the token that the template puts behind a turn.
+        arguments: further ones that the template reads.
     """
 
     tokenizer: PreTrainedTokenizerBase
     end_id: int
     tools: Sequence[dict[str, Any]] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     _specials: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +147,9 @@ class ChatRenderer:
         """Text of messages; ``tools``: with their descriptions, ``opens``: with the beginning of the model's next turn."""
         shown = list(self.tools) if tools and self.tools else None
         return str(
-            self.tokenizer.apply_chat_template(list(messages), tools=shown, add_generation_prompt=opens, tokenize=False)
+            self.tokenizer.apply_chat_template(
+                list(messages), tools=shown, add_generation_prompt=opens, tokenize=False, **self.arguments
+            )
         )
 
     def _encode(self, text: str) -> list[int]:

@@ -95,7 +95,7 @@ def _renderer(settings: TrainSettings | EvalSettings, tokenizer: PreTrainedToken
             why="the tokenizer has none" if end is not None else "the tokenizer has no end token",
             fix="put chat_template.jinja into the model folder",
         )
-    return ChatRenderer(tokenizer, end, tool_schemas(environment))
+    return ChatRenderer(tokenizer, end, tool_schemas(environment), settings.data.chat_template_arguments)
 
 
 def template_remark(settings: TrainSettings | EvalSettings, renderer: ChatRenderer | None) -> str:

@@ -64,6 +64,9 @@ def check_settings(settings: TrainSettings | SftSettings | EvalSettings, num_pro
         found.refuse("S008", "data", what, why="neither data.validation nor data.train is given", fix=fix)
     if settings.data.chat_template == "never" and settings.data.system_prompt is not None:
         found.warn("S005", "data.system_prompt", "the system prompt is not used, as data.chat_template is never")
+    if settings.data.chat_template == "never" and settings.data.chat_template_arguments:
+        what = "arguments of the chat template are not used, as data.chat_template is never"
+        found.warn("S005", "data.chat_template_arguments", what)
     if isinstance(settings, TrainSettings):
         _check_algorithm(found, settings)
         _check_training_samples(found, settings)

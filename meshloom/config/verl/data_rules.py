@@ -15,6 +15,7 @@ _REWARD_DEADLINE_S = 300.0
 def data_rules(sheet: Sheet) -> None:
     """Files, columns, lengths and order of the prompts."""
     _files(sheet)
+    template_rules(sheet)
     sheet.set("data.prompt_column", sheet.text("data.prompt_key"), "data.prompt_key")
     sheet.set("batch.prompts_per_step", sheet.whole("data.train_batch_size"), "data.train_batch_size")
     _gen_batch(sheet)
@@ -38,6 +39,18 @@ def _files(sheet: Sheet) -> None:
         sheet.set(f"data.{name}.max_rows", most if most and most > 0 else None, rows)
         if most and most > 0 and (name == "validation" or sheet.flag("data.shuffle")):
             sheet.warn(rows, f"the first {most} rows are used; verl draws {most} of them when it shuffles")
+
+
+def template_rules(sheet: Sheet) -> None:
+    """Arguments of the chat template."""
+    group = "data.apply_chat_template_kwargs"
+    for key in _keys(sheet, group):
+        name, value = key.removeprefix(group).lstrip("."), sheet.value(key)
+        if isinstance(value, str | int | float) and name and "." not in name:
+            sheet.set(f"data.chat_template_arguments.{name}", value, key)
+        elif sheet.value(key) not in (None, {}):
+            sheet.refuse(key, "an argument of the chat template is one text, number, true or false here; leave it out")
+        sheet.ignore("it gives the template nothing", key)
 
 
 def _gen_batch(sheet: Sheet) -> None:

@@ -191,12 +191,6 @@ ONLY: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("data.function_tool_path", _NULL, "there are no tools", "tools are not offered; set it to null"),
     ("data.chat_template_func", _NULL, "there is none", "put chat_template.jinja into the model's folder instead"),
     (
-        "data.apply_chat_template_kwargs*",
-        (None, {}),
-        "the template gets no further arguments",
-        "arguments of the chat template are not passed on; write the choice into the model folder's chat_template.jinja",
-    ),
-    (
         "*model.custom_chat_template",
         _NULL,
         "it is the tokenizer's",

@@ -3,7 +3,7 @@
 Owns: their meaning here. Always holds: what changes which tokens are learned is translated, warned about or refused.
 """
 
-from meshloom.config.verl.data_rules import model_rules
+from meshloom.config.verl.data_rules import model_rules, template_rules
 from meshloom.config.verl.optimizer_rules import DEFAULT_SHAPES, OFFLOADS, optimizer_rules
 from meshloom.config.verl.parallel_rules import ENGINES, Names, expert_rule
 from meshloom.config.verl.sheet import Sheet
@@ -93,7 +93,8 @@ def _single_turn(sheet: Sheet) -> None:
 
 def _unused_columns(sheet: Sheet) -> None:
     sheet.ignore("there are no tools", "data.tools_key", "data.multiturn.max_user_turns")
-    why = "the chat template gets no further arguments"
+    template_rules(sheet)
+    why = "rows give the chat template no arguments of their own"
     sheet.ignore(why, "data.enable_thinking_key", "data.enable_thinking_default", "data.response_key")
     sheet.ignore("chats are rendered whole", "data.ignore_input_ids_mismatch", "data.multiturn.enable")
     sheet.ignore("samples are never padded here", "data.pad_mode")
