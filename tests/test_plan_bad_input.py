@@ -480,3 +480,6 @@ def test_settings_of_another_command_are_told_as_such(planned: Plan) -> None:
     assert "has keys of `meshloom sft`, not of `meshloom train`" in planned("train", "sft.yaml", code=2)
     assert "meshloom sft sft.yaml" in planned("plan", "--kind", "train", "sft.yaml", code=2)
     assert "model.path, which of a run's checkpoint is RUN_DIR" in planned("eval", "sft.yaml", code=2)
+    Path("eval.yaml").write_text("run_dir: r\nmodel: {path: m}\ndata: {validation: {files: rows.jsonl}}")
+    told = planned("eval", "eval.yaml", "cluster.devices_per_node=2", code=2)  # the file was said to be one of train
+    assert "there is no key 'cluster'" in told and "has keys of" not in told

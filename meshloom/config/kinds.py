@@ -30,7 +30,10 @@ def kind_of(file: Path | None, overrides: Sequence[str]) -> Kind:
 
 
 def better_kind(kind: Kind, file: Path | None, overrides: Sequence[str]) -> Kind | None:
-    """Another kind of settings that knows more of the given keys than ``kind`` does; none if there is no such kind."""
+    """Another kind of settings that knows more of the given keys than ``kind`` does; none if there is no such kind, or if
+    ``kind`` knows all keys of the file, so that an override is what it does not know."""
+    if file is not None and not _num_unknown(file, [])[kind]:
+        return None
     unknown = _num_unknown(file, overrides)
     best = min(_KINDS, key=unknown.__getitem__)
     return best if unknown[best] < unknown[kind] else None
