@@ -256,7 +256,7 @@ def test_a_component_that_always_fails_stops_the_run_and_is_named(inputs: Path, 
         f"reward.components.harsh.function={inputs / 'harsh.py'}:harsh",
         "reward.components.harsh.kwargs.odd=always",
     )(tmp_path / "run")
-    with pytest.raises(RunFault, match="100% of this step's rewards are invalid") as fault:
+    with pytest.raises(RunFault, match="100% of the first validation's rewards are invalid") as fault:
         run_training(settings, resume=False)
     assert "raised: harsh:" in fault.value.why
 
