@@ -314,6 +314,27 @@ def test_requests_that_come_later_get_the_tokens_they_would_get_alone(make):
     assert tokens_of(found) == alone
 
 
+def test_a_request_that_a_feed_brings_and_that_is_aborted_at_once_ends(make):
+    """Between two looks of the engine, at the feed and at what ends, both came: the abort found nothing, and was forgotten."""
+    engine, _ = make("qwen3")
+
+    class Late(RequestFeed):
+        @property
+        def has_requests(self) -> bool:
+            found = super().has_requests
+            if late:
+                self.put([late.pop()])
+                engine.abort(1)
+                self.close()
+            return found
+
+    late = [ask(1, prompt(5), max_tokens=3000)]
+    feed = Late(ask(0, prompt(30), seeds=range(2), max_tokens=3000))
+    done = {c.request_id: c for c in engine.generate([ask(0, prompt(4), max_tokens=4)], deadline_s=60, feed=feed)}
+    assert done[0].finish is FinishReason.LENGTH
+    assert (done[1].finish, list(done[1].ids)) == (FinishReason.ABORTED, [])
+
+
 def test_a_generation_with_a_feed_ends_at_its_deadline(make):
     engine, _ = make("qwen3")
     feed = RequestFeed(ask(0, prompt(8), seeds=(0,), max_tokens=3))

@@ -150,6 +150,12 @@ class Watched(Workers):
             self.given.append((options["ranks"][0], [each.id for each in arguments["requests"]]))
         return super().submit(verb, arguments, **options)
 
+    def note(self, note: str, arguments: Any, **options: Any) -> None:
+        if note == "bring_requests" and self.before is not None:
+            self.before([each.id for each in arguments["requests"]])
+            time.sleep(0.1)  # the engine looks at what ends
+        super().note(note, arguments, **options)
+
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Watched, RemoteEngine]]:
@@ -157,7 +163,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Watched, 
     logs = tmp_path_factory.mktemp("logs")
     host = "tests.engine_hosts:EngineHost"
     with LocalSite(["cpu"] * 2) as site, Watched(host, site=site, logs=logs, collectives=False) as workers:
-        workers.given = []
+        workers.given, workers.before = [], None
         engine = RemoteEngine(workers, [[0], [1]], vocabulary=97, move_weights=lambda version: None, takes_turns=True)
         yield workers, engine
 
@@ -188,6 +194,60 @@ def test_a_request_is_aborted_on_another_device(uneven: tuple[Watched, RemoteEng
         found.abort(1)
     assert all(told[i].finish is FinishReason.ABORTED and len(told[i].ids) < 4000 for i in (0, 1))
     assert all(told[i].finish is not FinishReason.ABORTED for i in (2, 3))
+
+
+class Aborting(RemoteEngine):
+    """All but request 0 go to the slow replica; requests are aborted where they are in no share."""
+
+    at: str
+    lost: list[int]
+
+    def _choose(self, request: Request, made_by: Any) -> int:
+        return int(request.id == 0)
+
+    def _abort(self, at: str, numbers: Sequence[int]) -> None:
+        if at == self.at and not self.lost:
+            self.lost += numbers
+            for number in numbers:
+                self.abort(number)
+
+    def spread(self, requests: Sequence[Request], *more: Any) -> Any:
+        found = super().spread(requests, *more)
+        self._abort("spread", [each.id for each in requests if each.id])
+        return found
+
+    def _wait_for(self, *given: Any) -> list[Request]:
+        back = super()._wait_for(*given)
+        self._abort("back", [each.id for each in back])
+        return back
+
+
+@pytest.mark.parametrize("at", ["asked", "spread", "back", "feed", "brought"])
+def test_an_abort_is_never_lost_on_the_way(uneven: tuple[Watched, RemoteEngine], at: str) -> None:
+    """One that came before a request was in a share, or on its way from one to another, let it run to its end."""
+    workers, other = uneven
+    found = Aborting(workers, [[0], [1]], vocabulary=97, move_weights=lambda version: None, takes_turns=True)
+    found._numbers, found.at, found.lost, done = other._numbers, at, [], {}
+    requests = [request(i, samples=1, longest=5 if i == 0 else 4000, ignore_eos=True) for i in range(7)]
+    feed = RequestFeed(request(0, samples=9, longest=4000, ignore_eos=True)) if at in ("feed", "brought") else None
+    workers.before = (lambda numbers: found._abort("brought", numbers)) if at == "brought" else None
+    stream = found.generate(requests[:4] if feed else requests, deadline_s=120, feed=feed)
+    if at == "asked":
+        found._abort("asked", [4, 5])
+    for completion in stream:
+        if not done and feed is not None:
+            feed.put(requests[4:])
+            found._abort("feed", [4, 5])
+            feed.close()
+        done[completion.request_id] = completion
+        if found.lost:
+            for number in {*range(1, 7)}.difference(found.lost):
+                found.abort(number)
+    workers.before = None
+    assert found.lost and set(done) == set(range(7))
+    assert all(done[number].finish is FinishReason.ABORTED for number in range(1, 7)), at
+    assert all(len(done[number].ids) < 200 for number in found.lost), at
+    assert not found._jobs and not found._shares and [each.waiting_tokens for each in found._replicas] == [0, 0]
 
 
 def test_a_message_that_is_early_waits_and_one_that_is_late_is_dropped() -> None:
@@ -288,6 +348,17 @@ def test_a_replica_without_requests_waits_for_more_until_somebody_wants_it(
             feed.close()
     assert workers.given == [(1, [0]), (1, [2])] and waited_s < 8
     assert fast._replicas[0].waiting_tokens == 0 and not fast._shares
+
+
+def test_a_request_that_is_aborted_while_it_comes_back_comes_back_whole() -> None:
+    """Of two samples one was told as aborted, and the other one was nobody's."""
+    share = Share((0,), number=3, asked_back={0})
+    share.add([request(0)])
+    aborted = {"ids": [], "logprobs": [], "versions": [], "finish": FinishReason.ABORTED}
+    assert share.take([Completion(request_id=0, index=0, **aborted)]) == ([], [])
+    share.aborted.add(0)
+    kept, back = share.take([Completion(request_id=0, index=1, **aborted)])
+    assert not kept and [each.id for each in back] == [0]
 
 
 def test_requests_that_come_too_late_for_a_generation_are_nobodys() -> None:

@@ -17,6 +17,7 @@ import itertools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -70,6 +71,8 @@ class RemoteEngine:
         self._spreading = threading.Lock()
         self._numbers = itertools.count()
         self._shares: set[Share] = set()
+        # One whose iterator nobody ever began ends with it.
+        self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self._checked = 0
 
     def generate(
@@ -87,16 +90,23 @@ class RemoteEngine:
         if longest is not None and kv_tokens(longest) > self._checked:
             self._on_all("check_request", {"request": longest})
             self._checked = kv_tokens(longest)
-        return self._generate(requests, deadline_s, feed)
+        job = Job(deadline_s, feed)
+        job.takes(requests)
+        with self._spreading:
+            self._jobs.add(job)
+        return self._generate(job, requests)
 
     def abort(self, request_id: int) -> None:
         """End a request's unfinished samples, between two rounds of its replica's steps: they come with
-        ``FinishReason.ABORTED``."""
+        ``FinishReason.ABORTED``. One that is on its way to a replica ends when it is there."""
+        begun: list[Share] = []
         with self._spreading:
-            found = [share for share in self._shares if request_id in share.requests]
-            for share in found:
-                share.aborted.add(request_id)
-            begun = [share for share in found if share.number is not None]
+            for job in [job for job in self._jobs if job.has(request_id)]:
+                job.aborted.add(request_id)
+                found = [share for share in job.shares if request_id in share.requests]
+                for share in found:
+                    share.aborted.add(request_id)
+                begun += [share for share in found if share.number is not None]
         for share in begun:
             self._tell(share, [request_id], only_unbegun=False)
 
@@ -128,17 +138,17 @@ class RemoteEngine:
         ranks = [rank for replica in self._replicas for rank in replica.ranks]
         self._workers.call(verb, arguments, ranks=ranks, phase="generate", deadline_s=_ANSWER_S)
 
-    def _generate(
-        self, requests: Sequence[Request], deadline_s: float, feed: RequestFeed | None
-    ) -> Iterator[Completion]:
-        job = Job(deadline_s, time.monotonic() + deadline_s, feed)
+    def _generate(self, job: Job, requests: Sequence[Request]) -> Iterator[Completion]:
+        job.until = time.monotonic() + job.deadline_s
         running = self._give(job, requests)
-        if feed is not None:
-            feed.listen(lambda: job.told.put(More()))
+        if job.feed is not None:
+            job.feed.listen(lambda: job.told.put(More()))
         try:
             yield from self._told(job, running)
         finally:
             self._let_go(job)
+            with self._spreading:
+                self._jobs.discard(job)
 
     def _told(self, job: Job, running: int) -> Iterator[Completion]:
         """What replicas tell until all have ended and no more comes; ``running``: how many generate."""
@@ -151,7 +161,9 @@ class RemoteEngine:
             if isinstance(found, list):
                 yield from found
             elif isinstance(found, More):
-                later = feed.take()
+                with self._spreading:
+                    later = feed.take()
+                    job.takes(later)
                 check_requests(later, vocabulary=self._vocabulary, can_decode=True)
                 running += self._give(job, later, until=job.until)
                 if feed.is_exhausted:
@@ -171,23 +183,31 @@ class RemoteEngine:
                 if share is None:
                     self._add(job, replica, added, until)
                 else:
-                    share.add(added)
+                    job.give(share, added)
                 begins = rank not in job.at_work
                 job.at_work.add(rank)
             if share is not None:
-                self._workers.note("bring_requests", {"number": share.number, "requests": added}, ranks=share.ranks)
+                self._bring(share, added)
             if begins:
                 begun += 1
                 run, name = partial(self._run, job, replica), f"generation on rank {rank}"
                 threading.Thread(target=run, name=name, daemon=True).start()
         return begun
 
+    def _bring(self, share: Share, requests: Sequence[Request]) -> None:
+        """Have requests join what a replica generates; those that were aborted meanwhile are so once they are there."""
+        self._workers.note("bring_requests", {"number": share.number, "requests": requests}, ranks=share.ranks)
+        with self._spreading:
+            aborted = sorted(share.aborted.intersection(request.id for request in requests))
+        if aborted:
+            self._tell(share, aborted, only_unbegun=False)
+
     def _add(self, job: Job, replica: Replica, requests: Sequence[Request], until: float | None) -> None:
         """Add to what a replica has yet to begin. Its work is counted already."""
         share = job.pending.get(replica.ranks[0])
         if share is None:
             share = job.pending[replica.ranks[0]] = self._new_share(job, replica, until)
-        share.add(requests)
+        job.give(share, requests)
 
     def _new_share(self, job: Job, replica: Replica, until: float | None) -> Share:
         share = Share(replica.ranks, until)
@@ -275,7 +295,6 @@ class RemoteEngine:
                 job.running.pop(replica.ranks[0], None)
                 if late := share.left_over():
                     self._add(job, replica, late, share.until)
-                    job.pending[replica.ranks[0]].aborted |= share.aborted
                 replica.waiting_tokens -= share.tokens
             share.returned.put(None)
 
@@ -286,6 +305,7 @@ class RemoteEngine:
             kept, back = share.take(told)
             replica.waiting_tokens -= before - share.tokens
             job.made_by.update((each.request_id, replica) for each in kept)
+            job.told_whole({each.request_id for each in kept} - share.requests.keys())
             if back and share.has_helper:
                 share.returned.put(back)
             elif back:
@@ -323,7 +343,7 @@ class RemoteEngine:
             return None
         with self._spreading:
             found = self._new_share(job, replica, busiest.until)
-            found.add(back)
+            job.give(found, back)
             replica.waiting_tokens += found.tokens
         return found
 

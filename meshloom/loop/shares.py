@@ -66,7 +66,9 @@ class Share:
         for completion in told:
             number = completion.request_id
             is_back = completion.finish is FinishReason.ABORTED and not len(completion.ids)
-            if not is_back or number in self.aborted or number not in self.asked_back:
+            # One of which a sample is back comes back whole: it is aborted where it goes.
+            is_lost = number in self.aborted and number not in self._back
+            if not is_back or is_lost or number not in self.asked_back:
                 self._begun.add(number)
                 kept.append(completion)
                 self._count(self._told, number)

@@ -60,6 +60,11 @@ class RequestFeed:
             taken, self._waiting = self._waiting, []
             return taken
 
+    def holds(self, request_id: int) -> bool:
+        """Whether a request is among what can be taken."""
+        with self._changed:
+            return any(request.id == request_id for request in self._waiting)
+
     def wait(self, seconds: float) -> None:
         """Wait until there is something to take, the feed is closed, or the time is over."""
         with self._changed:

@@ -242,20 +242,25 @@ class _Generation:
         """Run steps until samples finish, or nothing runs."""
         with torch.no_grad(), self._engine.evaluating(self.runner.stack):
             while True:
+                # Before the feed is looked at: what was put there and then aborted is among what is taken.
+                found = self._decided()
                 if self._feed is not None and self._feed.has_requests:
                     later = self._feed.take()
                     self._engine.check(later)
                     self._submit(later)
                 if not self.scheduler.has_work:
                     return []
-                if ended := self._interrupted() or self._round():
+                if ended := self._interrupted(found) or self._round():
                     return ended
 
-    def _interrupted(self) -> list[Sample]:
+    def _decided(self) -> Decision:
+        """What ends now."""
+        now = self.runner.host.state[:, : len(self.scheduler.running)]
+        return self._engine.decided(is_over=time.monotonic() >= self._deadline, drawn=zlib.crc32(now.tobytes()))
+
+    def _interrupted(self, found: Decision) -> list[Sample]:
         """End what was aborted, and everything once the deadline is over."""
         ended: list[Sample] = []
-        now = self.runner.host.state[:, : len(self.scheduler.running)]
-        found = self._engine.decided(is_over=time.monotonic() >= self._deadline, drawn=zlib.crc32(now.tobytes()))
         if aborted := found.ended(self.scheduler.unbegun()):
             ended += self._end(aborted, FinishReason.ABORTED)
         if found.is_over:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.rollout.embedded_verbs import EmbeddedVerbs, logits_not_finite
+from meshloom.rollout.endings import Decision
 from meshloom.rollout.feed import RequestFeed, wait_for_requests, with_largest
 from meshloom.rollout.kv_cache import Bank, CacheShape, KVCache, quarter_of_free_bytes, single_sequence_bytes
 from meshloom.rollout.layouts import BankDecode, DecodeLayout, MixedLayout, PrefillLayout
@@ -127,20 +128,21 @@ class TorchEngine(EmbeddedVerbs):
         """Run passes until samples finish, or nothing runs."""
         with evaluation(self._model), torch.inference_mode(), one_thread(self._small):
             while True:
+                # Before the feed is looked at: what was put there and then aborted is among what is taken.
+                found = self._peers.follow(self._to_end(is_over=time.monotonic() >= deadline), self._drawn)
                 if feed is not None and feed.has_requests:
                     later = feed.take()
                     self._check(later)
                     self._submit(scheduler, later)
                 if not scheduler.has_work:
                     return []
-                ended = self._interrupted(scheduler, deadline) or self._step(scheduler)
+                ended = self._interrupted(scheduler, found) or self._step(scheduler)
                 if ended:
                     return ended
 
-    def _interrupted(self, scheduler: Scheduler, deadline: float) -> list[Sample]:
+    def _interrupted(self, scheduler: Scheduler, found: Decision) -> list[Sample]:
         """End what was aborted, and everything once the deadline is over."""
         ended: list[Sample] = []
-        found = self._peers.follow(self._to_end(is_over=time.monotonic() >= deadline), self._drawn)
         if aborted := found.ended(scheduler.unbegun()):
             ended += scheduler.end(lambda sample: sample.request.id in aborted, FinishReason.ABORTED)
         if found.is_over:

@@ -275,6 +275,8 @@ class VllmEngine(HearsEnds):
         """Step until samples end, which are out of ``samples`` then, or nothing runs."""
         with self._inside():
             while True:
+                # Before the feed is looked at: what was put there and then aborted is among what is taken.
+                found = self._decided(deadline)
                 if feed is not None and feed.has_requests:
                     later = feed.take()
                     self._check(later)
@@ -283,16 +285,15 @@ class VllmEngine(HearsEnds):
                     self._submit(samples, sample)
                 if not samples:
                     return []
-                ended = self._interrupted(samples, deadline) or self._step(samples)
+                ended = self._interrupted(samples, found) or self._step(samples)
                 if ended:
                     self.generated_tokens += sum(len(sample.ids) for sample, _ in ended)
                     for sample, _ in ended:
                         self._drawn = zlib.crc32(array("q", sample.ids).tobytes(), self._drawn)
                     return ended
 
-    def _interrupted(self, samples: SamplesAtWork, deadline: float) -> list[tuple[RunningSample, FinishReason]]:
+    def _interrupted(self, samples: SamplesAtWork, found: Decision | None) -> list[tuple[RunningSample, FinishReason]]:
         """End what was aborted, what was withdrawn and has not begun, and everything once the deadline is over."""
-        found = self._decided(deadline)
         if found is None:
             return []
         reason = FinishReason.DEADLINE if found.is_over else FinishReason.ABORTED
