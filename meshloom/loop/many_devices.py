@@ -221,6 +221,7 @@ class _Ranks:
             vocabulary=self._vocabulary,
             move_weights=move_weights,
             takes_turns=self.takes_turns,
+            slots=self._settings.rollout.max_sequences,
         )
 
     def roles(

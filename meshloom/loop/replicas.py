@@ -32,8 +32,9 @@ from meshloom.rollout.requests import check_requests, kv_tokens
 
 _ANSWER_S = 300.0
 """Seconds that a replica may take to answer, beyond a generation's deadline."""
-_MORE_TO_DO = 2
-"""How much more than another a replica may have to do that has the beginning of a request."""
+_MORE_TO_DO, _MORE_TURNS = 2, 8
+"""How much more to do than another a replica may have that has the beginning of a request: so many times as much, and so many
+requests like it besides, which its passes take with them for little."""
 _BACK_S, _LOOK_S = 10.0, 0.05
 """Seconds to wait for requests that were asked back, and between looks at who wants the replica that waits."""
 
@@ -50,6 +51,7 @@ class RemoteEngine:
         vocabulary: tokens of the model.
         move_weights: brings the trainer's weights, now of the given version, to all replicas.
         takes_turns: whether its devices train as well, so that it has to make room for that.
+        slots: samples that a replica generates at once, if its cache has room; 0 if that is not known.
     """
 
     def __init__(
@@ -60,13 +62,14 @@ class RemoteEngine:
         vocabulary: int,
         move_weights: Callable[[int], None],
         takes_turns: bool,
+        slots: int = 0,
     ) -> None:
         self.version = 0
         self.memory: dict[int, dict[str, float]] = {}
         """What each rank told of its memory when it last generated."""
         self._prompts = PromptCount()
         self._workers, self._vocabulary = workers, vocabulary
-        self._move_weights, self._takes_turns = move_weights, takes_turns
+        self._move_weights, self._takes_turns, self._slots = move_weights, takes_turns, slots
         self._replicas = [Replica(tuple(ranks)) for ranks in replicas]
         self._spreading = threading.Lock()
         self._numbers = itertools.count()
@@ -234,7 +237,7 @@ class RemoteEngine:
         """The number of a request's replica. To compute tokens takes far less than to generate as many."""
         number = min(range(len(self._replicas)), key=lambda n: (self._replicas[n].waiting_tokens, n))
         before = None if request.after is None else made_by.get(request.after)
-        most = _MORE_TO_DO * self._replicas[number].waiting_tokens + most_tokens(request)
+        most = _MORE_TO_DO * self._replicas[number].waiting_tokens + _MORE_TURNS * most_tokens(request)
         return number if before is None or before.waiting_tokens > most else self._replicas.index(before)
 
     def _run(self, job: Job, replica: Replica) -> None:
@@ -317,8 +320,10 @@ class RemoteEngine:
         return kept
 
     def _has_other_work(self, job: Job, replica: Replica, share: Share) -> bool:
-        """Whether a replica that has nothing left to do of its share could do something else of the call."""
-        return replica.ranks[0] in job.pending or any(other.spare() for other in job.shares if other is not share)
+        """Whether a replica that has nothing left to do of its share could do something else of the call. What another one has
+        room for has begun there: to give up for that what is kept between turns would gain nothing."""
+        others = [other for other in job.shares if other is not share and other.num_samples > self._slots]
+        return replica.ranks[0] in job.pending or any(other.spare() for other in others)
 
     def _let_go(self, job: Job, replica: Replica | None = None) -> None:
         """Have generations of a call that wait for more end once they have nothing to do: a replica's, or all."""

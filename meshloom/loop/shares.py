@@ -52,6 +52,11 @@ class Share:
         self.requests.update((request.id, request) for request in requests)
         self.tokens += sum(map(most_tokens, requests))
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of its requests."""
+        return sum(len(request.seeds) for request in self.requests.values())
+
     def spare(self) -> list[Request]:
         """Requests that may not have begun, and were not asked back."""
         if self.number is None:
