@@ -49,7 +49,7 @@ VLLM_BIN := .venv-vllm/bin
 
 ## Opt-in: the engines' contract and whole runs with real vLLM on the processor, in an environment of its own.
 test-vllm: .venv-vllm/.installed
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/test_engine.py tests/test_vllm_run.py tests/test_vllm_ranks.py tests/test_vllm_weights.py tests/test_vllm_bench.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/test_engine.py tests/test_vllm_run.py tests/test_vllm_ranks.py tests/test_vllm_weights.py tests/test_vllm_start.py tests/test_vllm_bench.py
 
 .ray/.installed: $(VENV)/.installed-test
 	$(BIN)/pip install --quiet --disable-pip-version-check --target .ray 'ray==2.60.0'

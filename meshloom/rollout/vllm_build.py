@@ -8,7 +8,7 @@ in this process; an argument that it does not have is refused before it starts.
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshloom.config.environment import prepare_vllm
 from meshloom.config.errors import UserError
+from meshloom.rollout.vllm_start import filters_uncompiled, graph_sizes, know_model_class
 from meshloom.rollout.vllm_world import VllmWorld
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ _OURS = {
     "quantization": "nothing: sampler and trainer use the same arithmetic",
 }
 """Arguments of vLLM that follow from a run's settings, and from which."""
+
+_OF_GRAPHS = {"max_cudagraph_capture_size", "performance_mode"}
+"""Arguments of vLLM that decide the sizes of its graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +151,12 @@ def open_vllm(options: VllmOptions) -> OpenVllm:
             fix=f"device=cuda:0 with CUDA_VISIBLE_DEVICES={options.device.index} in the environment",
         )
     devices = [options.device] if options.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), nullcontext() if world is None else world.entered():
+    with ExitStack() as around:
+        around.enter_context(torch.random.fork_rng(devices=devices))
+        if world is not None:
+            around.enter_context(world.entered())
+        around.enter_context(filters_uncompiled())
+        know_model_class(options.model_path)
         try:
             opened = OpenVllm(LLMEngine.from_engine_args(_engine_args()(**_arguments(options))), options)
             if world is not None:
@@ -211,8 +220,17 @@ def _arguments(options: VllmOptions) -> dict[str, Any]:
         "enforce_eager": options.enforce_eager,
         "enable_sleep_mode": options.can_sleep,
         "disable_log_stats": True,
+        **_graphs(options, prefill_tokens),
         **options.arguments,
     }
+
+
+def _graphs(options: VllmOptions, prefill_tokens: int) -> dict[str, list[int]]:
+    """Which graphs are captured, where none of the user's arguments decides it."""
+    captures = options.device.type == "cuda" and not options.enforce_eager
+    if not captures or not _OF_GRAPHS.isdisjoint(options.arguments):
+        return {}
+    return {"cudagraph_capture_sizes": graph_sizes(options.max_sequences, prefill_tokens)}
 
 
 def _executor_of(world: VllmWorld) -> type:
