@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 
 from meshloom.cli import main
+from meshloom.config.errors import UserError
 from meshloom.config.settings import SftSettings, TrainSettings
 from meshloom.loop.begun import BEGINS_ANEW, takes_up
+from meshloom.loop.build import find_checkpoint, open_run
 from meshloom.observe.lock import FolderLock
 from meshloom.observe.records import read_metrics, read_samples
-from meshloom.observe.run_folder import RunFolder, read_settings
+from meshloom.observe.run_folder import RunFolder, RunState, read_settings
+from meshloom.plan.build import build_plan
 from tests.lesson_runs import command, sft_settings, train_settings, write_inputs
 
 
@@ -73,6 +76,47 @@ def test_what_would_be_lost_is_said(inputs: Path, capsys: pytest.CaptureFixture[
     assert main(command(train_settings(inputs, long))) == 2
     assert "dropping its records of 2 steps" in capsys.readouterr().err
     assert read_settings(measured)["seed"] == 3 and len(read_metrics(long)) == 3
+
+
+def test_a_finished_run_that_kept_no_checkpoint_is_never_dropped(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With ``--resume``, which is verl's default, its records were dropped and all of it was trained again."""
+    run = inputs / "run"
+    args = command(sft_settings(inputs, run, "batch.steps=1", "checkpoint.at_end=false", "checkpoint.every_steps=0"))
+    assert main(args) == 0
+    kept = (run / "metrics.jsonl").read_bytes()
+    for more in ([], ["--resume"]):
+        capsys.readouterr()
+        assert main([*args, *more]) == 2
+        told = capsys.readouterr().err
+        assert "change: use another run_dir" in told and ("has finished, and kept no checkpoint" in told) is bool(more)
+    assert (run / "metrics.jsonl").read_bytes() == kept
+
+
+@pytest.mark.parametrize("make", [train_settings, sft_settings])
+def test_what_has_finished_is_not_taken_up(inputs: Path, make) -> None:
+    """The folder of an evaluation with the same settings read as that of a run that ended in its first step."""
+    settings = make(inputs, inputs / "run")
+    run = left(settings, 0)
+    assert takes_up(settings, resume=False)
+    with RunFolder.resume(run) as folder:
+        folder.set_status(RunState.FINISHED, step=0, steps=0)
+    assert not takes_up(settings, resume=False)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_that_another_process_has_done_meanwhile_is_not_dropped(inputs: Path, saved: bool) -> None:
+    """Two processes could find the same folder without a step; the later one dropped what the other had done until it took
+    the folder."""
+    settings = sft_settings(inputs, inputs / "run", "batch.steps=1", f"checkpoint.at_end={str(saved).lower()}")
+    run = left(settings)
+    assert find_checkpoint(settings)[0] is None
+    assert main(command(settings)) == 0
+    records = read_metrics(run)
+    with pytest.raises(UserError, match="saved step 1" if saved else "has finished"):
+        open_run(settings, build_plan(settings, 14), 0, {}, resume=True, cut=None)
+    assert read_metrics(run) == records and [record["step"] for record in records if record["kind"] == "sft"] == [1]
 
 
 @pytest.mark.slow

@@ -115,6 +115,8 @@ def test_the_plan_says_how_often_and_how_long(inputs: Path) -> None:
     plan = build_plan(settings_of(inputs, inputs / "run", *kind), 14)
     assert plan.value(TIMES) == 4
     assert build_plan(settings_of(inputs, inputs / "run", *kind, "validation.every_steps=5"), 14).value(TIMES) == 6
+    never = ("validation.every_steps=0", "validation.before_training=false", "validation.after_training=false")
+    assert build_plan(settings_of(inputs, inputs / "run", *kind, *never), 14).value(TIMES) == 0
     update = plan.value("actor: update")
     assert 0 < plan.value(SECONDS) < update
     assert not any(

@@ -63,7 +63,8 @@ def test_a_filled_folder_is_refused_and_left_as_it_is(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(UserError, match="not empty") as caught:
         RunFolder.create(tmp_path, settings=settings(tmp_path))
-    assert "--resume" in caught.value.fix and "thesis.txt" in caught.value.why
+    assert caught.value.fix == "use another run_dir", "there is no run to resume"
+    assert "thesis.txt" in caught.value.why
     assert [item.name for item in tmp_path.iterdir()] == ["thesis.txt"]
 
 

@@ -324,6 +324,7 @@ def test_without_a_checkpoint_nothing_is_decided_and_settings_may_change(
 ) -> None:
     """A run that was stopped before its first checkpoint could only be resumed with its first settings."""
     shutil.rmtree(run / "run" / "checkpoints")
+    (run / "run" / "status.json").unlink()  # which says that the run has finished
     assert main(["train", str(run / "run"), "--resume", "batch.steps=1", "optimizer.lr=0.25", "seed=4"]) == 0
     assert [record["step"] for record in read_metrics(run / "run") if record["kind"] == "train"] == [1]
     assert read_settings(run / "run")["seed"] == 4

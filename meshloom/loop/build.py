@@ -37,7 +37,7 @@ from meshloom.loop.session import Cut, Session
 from meshloom.loop.validate import Validator
 from meshloom.loop.vllm import vllm_engine
 from meshloom.observe.measured_run import MACHINE_KEY
-from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFolder, check_free
+from meshloom.observe.run_folder import CHECKPOINTS_FOLDER, SETTINGS_FILE, RunFolder, check_free, require_unfinished
 from meshloom.plan.build import Plan, build_plan
 from meshloom.plan.recompute import RECOMPUTED
 from meshloom.plan.report import plan_json, plan_text
@@ -45,7 +45,7 @@ from meshloom.rewards.combined import Scorer
 from meshloom.rollout.embedded import embedded_engine
 from meshloom.rollout.protocol import Engine, SamplingParams
 from meshloom.rollout.vllm_build import check_vllm
-from meshloom.train.checkpoint_store import latest_checkpoint, require_room, verify
+from meshloom.train.checkpoint_store import latest_checkpoint, read_manifest, require_room, verify
 from meshloom.train.head import plain_model
 from meshloom.train.load import add_lora, describe_device, end_token_ids, load_model, pick_device, pick_dtype
 from meshloom.train.model import MicrobatchBound, TrainedModel
@@ -61,8 +61,8 @@ def find_checkpoint(settings: S) -> tuple[Path | None, S]:
     settings are given now.
 
     Raises:
-        UserError: if there is no run, it is in use, its settings contradict these, it has done more steps than they say, or
-            the checkpoint is damaged.
+        UserError: if there is no run, it is in use, it has finished and kept no checkpoint, its settings contradict these, it
+            has done more steps than they say, or the checkpoint is damaged.
     """
     run_dir = Path(settings.run_dir)
     check_free(run_dir, resume=True)
@@ -72,6 +72,7 @@ def find_checkpoint(settings: S) -> tuple[Path | None, S]:
         )
     checkpoint = latest_checkpoint(run_dir / CHECKPOINTS_FOLDER)
     if checkpoint is None:
+        require_unfinished(run_dir)
         return None, settings
     saved = load_settings(type(settings), run_dir / SETTINGS_FILE)
     require_same(saved, settings)
@@ -163,6 +164,7 @@ def _open_folder(
         return RunFolder.create(settings.run_dir, **described)
     folder = RunFolder.resume(settings.run_dir)
     try:
+        _require_untouched(folder, last_step)
         folder.rewind(last_step)
         folder.write_settings(settings)
         folder.write_plan(described["plan_text"], described["plan"])
@@ -170,6 +172,20 @@ def _open_folder(
         folder.close()
         raise
     return folder
+
+
+def _require_untouched(folder: RunFolder, last_step: int) -> None:
+    """Refuse a run that another process has gone on with since its checkpoint was read, before the folder was taken."""
+    newest = latest_checkpoint(folder.checkpoints)
+    if newest is None:
+        require_unfinished(folder.path)
+    elif (step := read_manifest(newest).step) != last_step:
+        raise UserError(
+            f"another process has gone on with this run meanwhile, and saved step {step}",
+            where=str(folder.path),
+            why="its records would be dropped",
+            fix="add --resume to go on from there, or use another run_dir",
+        )
 
 
 def finish_plan(settings: S, num_prompts: int, device_memory: int | None) -> tuple[Plan, S]:

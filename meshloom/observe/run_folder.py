@@ -240,6 +240,22 @@ def check_free(path: str | os.PathLike[str], *, resume: bool = False) -> None:
         _refuse_filled(folder)
 
 
+def require_unfinished(path: str | os.PathLike[str]) -> None:
+    """Check that a run without a checkpoint may begin anew: one that has finished is complete, and would only be dropped.
+
+    Raises:
+        UserError: if it has finished.
+    """
+    folder = Path(path)
+    if read_status(folder)["state"] == RunState.FINISHED:
+        raise UserError(
+            "the run in this folder has finished, and kept no checkpoint to go on from",
+            where=str(folder),
+            why="to begin it anew would drop its records",
+            fix="use another run_dir",
+        )
+
+
 def _refuse_filled(folder: Path) -> None:
     left_by_a_kill = {LOCK_FILE, LOGS_FOLDER, aside_of(folder / SETTINGS_FILE).name}
     names = sorted(item.name for item in folder.iterdir() if item.name not in left_by_a_kill)
@@ -249,17 +265,25 @@ def _refuse_filled(folder: Path) -> None:
             "the run folder is not empty",
             where=str(folder),
             why=f"it holds {shown}; a fresh start writes over nothing",
-            fix=f"add --resume to {_going_on(folder)}, or use another run_dir",
+            fix=f"{_going_on(folder)}use another run_dir",
         )
 
 
 def _going_on(folder: Path) -> str:
-    """What a run that is resumed in a folder does, and what it drops."""
-    if not (folder / SETTINGS_FILE).is_file() or any((folder / CHECKPOINTS_FOLDER).glob("step-*")):
-        return "go on with that run"
+    """What ``--resume`` does in a folder, and what it drops; nothing where it is refused."""
+    if not (folder / SETTINGS_FILE).is_file():
+        return ""
+    if any((folder / CHECKPOINTS_FOLDER).glob("step-*")):
+        return "add --resume to go on with that run, or "
+    if read_status(folder)["state"] == RunState.FINISHED:
+        return ""
+    lost = _records_of(folder)
+    return f"add --resume to begin that run anew, as no checkpoint of it was saved (dropping its {lost}), or "
+
+
+def _records_of(folder: Path) -> str:
     steps = max((record["step"] for record in read_metrics(folder)), default=0)
-    lost = f"records of {steps:,} step{'s'[: steps != 1]}" if steps else "validation before training"
-    return f"begin that run anew, as no checkpoint of it was saved (dropping its {lost})"
+    return f"records of {steps:,} step{'s'[: steps != 1]}" if steps else "validation before training"
 
 
 def _number(value: Any) -> float | int | None:

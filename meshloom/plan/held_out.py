@@ -23,8 +23,10 @@ def times_measured(settings: SftSettings, steps: int | None) -> int | None:
         return 0
     if steps is None:
         return None
-    every, first = settings.validation.every_steps, settings.validation.before_training
-    return first + (steps // every if every else 0) + bool(steps and (not every or steps % every))
+    given = settings.validation
+    every, between = given.every_steps, steps // given.every_steps if given.every_steps else 0
+    is_last_besides = given.after_training and steps and (not every or steps % every)
+    return given.before_training + between + bool(is_last_besides)
 
 
 def held_out_lines(settings: SftSettings, steps: int | None) -> Iterator[LedgerLine]:
@@ -35,8 +37,9 @@ def held_out_lines(settings: SftSettings, steps: int | None) -> Iterator[LedgerL
     when = [
         *["before training"] * given.before_training,
         *[f"every {given.every_steps} steps"] * bool(given.every_steps),
+        *["after the last"] * given.after_training,
     ]
-    formula = f"{', '.join([*when, 'after the last'])}; each once over all validation rows"
+    formula = f"{', '.join(when) or 'never'}; each once over all validation rows"
     source = settings.provenance.of("validation.every_steps")
     count = times_measured(settings, steps)
     yield LedgerLine(section="batch", name=TIMES, value=count, formula=formula, source=source, unit="")
