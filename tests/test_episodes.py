@@ -29,13 +29,14 @@ from meshloom.loop.spread import spread_of
 from meshloom.loop.stage import Draw, Spread
 from meshloom.loop.step_metrics import batch_metrics
 from meshloom.loop.train import run_training
-from meshloom.loop.validate import validation_metrics
+from meshloom.loop.validate import Validation, validation_metrics
 from meshloom.observe.records import read_metrics, read_samples
 from meshloom.observe.timing import PhaseClock
 from meshloom.rewards.combined import Combination
 from meshloom.rollout.protocol import SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
 from meshloom.samples import Samples, concat
+from meshloom.samples.episodes import joined
 from meshloom.train.model import MicrobatchBound
 from tests.lesson_runs import assert_same_run, train_settings, write_inputs
 from tests.test_environments import STRIPPING
@@ -278,6 +279,8 @@ def test_records_of_an_episode_say_what_trains_again_without_log_probs(inputs: P
     prompts = [Prompt(row=Row(index=n, prompt="", extra={}), ids=[1], text="") for n in range(10)]
     records = sample_records(samples, prompts, step=1, kind="train")
     assert [record["episode"] for record in records] == samples["episode"].tolist()
+    found, told = Validation({}, records), joined(samples)
+    assert len(records) > len(told) and found.invalid == told.meta["invalid"], "an episode counts once"
     for record, rewards, mask in zip(records, samples.column("turn_reward"), samples.column("mask"), strict=True):
         assert record.get("turn_rewards", [0.0]) == rewards[len(record["prompt_ids"]) :].tolist() or not rewards.any()
         assert sum(stop - start for start, stop in record["own"]) == int(mask.sum())

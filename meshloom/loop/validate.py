@@ -32,8 +32,9 @@ class Validation:
 
     @property
     def invalid(self) -> list[str | None]:
-        """Why each sample's reward is invalid; none where it is a number."""
-        return [record["invalid"] for record in self.records]
+        """Why each sample's reward is invalid; none where it is a number. An episode of several samples counts once."""
+        of = {(each["group"], each.get("episode", place)): each["invalid"] for place, each in enumerate(self.records)}
+        return list(of.values())
 
 
 @dataclass(frozen=True)
