@@ -87,10 +87,20 @@ def test_it_is_told_to_ask_only_where_the_run_does() -> None:
 
 
 def test_nothing_is_started_where_nothing_is_compiled() -> None:
-    for given in ("device=cpu", "model.compile=false", "rollout.engine=vllm"):
+    for given in ("device=cpu", "model.compile=false"):
         with CompileAhead(settings("device=cuda", given)) as ahead:
             assert ahead._process is None
             ahead.begin(settings(), "cuda")
+
+
+def test_beside_vllm_it_begins_once_the_engine_is_there_and_where_memory_is_left() -> None:
+    given = settings("device=cuda", "rollout.engine=vllm", "model.path=nowhere")
+    for free_bytes, code in ((2**30, 0), (2**36, 1)):
+        with CompileAhead(given) as ahead:
+            assert ahead.after_engine
+            ahead.begin(given, "cpu", free_bytes)
+            ahead.wait()
+            assert ahead._process.returncode == code  # a model that is nowhere is looked for, or not
 
 
 def test_it_ends_with_the_run(tmp_path: Path) -> None:

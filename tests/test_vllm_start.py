@@ -2,12 +2,17 @@
 
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from meshloom.rollout.vllm_build import VllmOptions, open_vllm
 from meshloom.rollout.vllm_start import filters_uncompiled, graph_sizes, know_model_class
+from tests.test_train_ahead import compiled_pieces, folder_of
+from tests.vllm_engines import DEVICE, model_folder
 
 
 def test_graphs_are_captured_for_a_full_batch_and_for_few_sizes_below() -> None:
@@ -43,3 +48,36 @@ def test_filters_are_left_out_of_trial_passes_alone() -> None:
     with filters_uncompiled():
         assert samplers.apply_top_k_top_p(rows.clone(), k, None).isfinite().all()
     assert samplers.apply_top_k_top_p(rows.clone(), k, None).isfinite().sum() == 6
+
+
+@pytest.mark.vllm
+def test_what_is_compiled_ahead_is_found_beside_a_vllm_that_compiles(tmp_path: Path) -> None:
+    """vLLM used to lead the compilers into a folder of its own, where the trainer found nothing."""
+    folder = folder_of(tmp_path / "m", "qwen2", torch.bfloat16)
+    told = {"model": {"path": str(folder), "compile": True, "dtype": "bfloat16"}, "device": DEVICE.type}
+    text = json.dumps({**told, "tokens": 1500, "longest": 60, "group": 8, "asks": True})
+    subprocess.run([sys.executable, "-m", "meshloom.train.rehearsal"], input=text, text=True, check=True)
+    code = f"from tests.test_vllm_start import beside_vllm\nprint(beside_vllm({str(folder)!r}))"
+    out = subprocess.run([sys.executable, "-c", code], text=True, check=True, capture_output=True).stdout
+    hits, misses = (float(word) for word in out.split()[-3:-1])
+    assert hits > 0 and misses == 0
+
+
+def beside_vllm(folder: str) -> str:
+    """What ``compiled_pieces`` says where vLLM has compiled before."""
+    options = VllmOptions(
+        model_path=model_folder("qwen2"),
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        max_sequences=8,
+        max_model_len=160,
+        kv_cache_bytes=10**8,
+        sleep=False,
+    )
+    opened = open_vllm(options)
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    found = compiled_pieces(folder)
+    opened.close()
+    return found

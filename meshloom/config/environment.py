@@ -6,6 +6,8 @@ Refuses to know: settings of a run. Always holds: what the user set in the envir
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # OpenMP's waiting threads spin by default; on few cores that makes small models five to fifty times slower.
 _BEFORE_TORCH = {
@@ -51,6 +53,24 @@ def prepare_vllm() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in _BEFORE_VLLM.items():
         os.environ.setdefault(name, value)
+
+
+_COMPILERS_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+@contextmanager
+def compilers_folders_kept() -> Iterator[None]:
+    """Afterwards compilers keep what they make where they did before. vLLM leads them into a folder of its own, for good; the
+    trainer's code would be looked for there too."""
+    before = {name: os.environ.get(name) for name in _COMPILERS_FOLDERS}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def verl_offload() -> dict[str, str]:

@@ -76,7 +76,8 @@ def _train_here(settings: TrainSettings, *, resume: bool, ahead: CompileAhead | 
     check_places(settings, resume=resume)
     device = pick_device(settings.device)
     memory = free_memory(device)
-    if ahead is not None and device.type == "cuda":
+    ahead = ahead if device.type == "cuda" else None
+    if ahead is not None and not ahead.after_engine:
         ahead.begin(settings, str(device))
     check_engine(settings.rollout)
     inputs = RunInputs.read(settings, resume=resume)
@@ -85,6 +86,8 @@ def _train_here(settings: TrainSettings, *, resume: bool, ahead: CompileAhead | 
     with ExitStack() as resources:
         scorers = load_reward_models(settings, device)
         roles, around = _build_roles(resources, inputs, scorers)
+        if ahead is not None and ahead.after_engine:
+            ahead.begin(settings, str(device), free_memory(device))
         planned, models, folder = stays(settings, plan.layout), _models(roles, scorers), folder_of(settings)
         check_room(folder, planned, models)
         session = resources.enter_context(

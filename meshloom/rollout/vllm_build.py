@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.config.environment import prepare_vllm
+from meshloom.config.environment import compilers_folders_kept, prepare_vllm
 from meshloom.config.errors import UserError
-from meshloom.rollout.vllm_start import filters_uncompiled, graph_sizes, know_model_class
+from meshloom.rollout.vllm_start import arithmetic_kept, filters_uncompiled, graph_sizes, know_model_class
 from meshloom.rollout.vllm_world import VllmWorld
 
 if TYPE_CHECKING:
@@ -155,6 +155,8 @@ def open_vllm(options: VllmOptions) -> OpenVllm:
         around.enter_context(torch.random.fork_rng(devices=devices))
         if world is not None:
             around.enter_context(world.entered())
+        around.enter_context(compilers_folders_kept())
+        around.enter_context(arithmetic_kept())
         around.enter_context(filters_uncompiled())
         know_model_class(options.model_path)
         try:

@@ -1,7 +1,7 @@
-"""A quick start of vLLM: what it does at its start for processes of another kind than ours is left out.
+"""A quick start of vLLM that leaves no trace: what it does for processes of another kind than ours is left out.
 
-Owns: what is left out, and how. Refuses to know: settings, weights, requests. Always holds: what vLLM computes is the same
-without it; an installed vLLM that lacks what one of these needs starts as it would by itself.
+Owns: what is left out, and how; arithmetic that is as before. Refuses to know: settings, weights, requests. Always holds: what
+vLLM computes is the same without it; an installed vLLM that lacks what one of these needs starts as it would by itself.
 """
 
 import importlib
@@ -64,6 +64,19 @@ def filters_uncompiled() -> Iterator[None]:
         yield
     finally:
         samplers.apply_top_k_top_p = apply
+
+
+@contextmanager
+def arithmetic_kept() -> Iterator[None]:
+    """Afterwards this process multiplies float32 as its settings said before. vLLM says by name what is the default, whole
+    float32; compilers take the two for different and would find nothing of what they have made."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    try:
+        yield
+    finally:
+        if (before, settings.fp32_precision) == ("none", "ieee"):
+            settings.fp32_precision = before
 
 
 def _unfiltered(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:

@@ -22,22 +22,26 @@ from meshloom.plan.memory import on_gpu
 
 _DEADLINE_S = 60.0
 """Most seconds a run waits; to compile all by itself takes less."""
+_LEAST_FREE_BYTES = 8 * 2**30
+"""Of a GPU beside an engine that has taken what it needs: twice what the process may take."""
 
 
 class CompileAhead:
-    """The process, where a run compiles on a GPU; a context that ends it. Elsewhere nothing happens, nor beside vLLM, which
-    measures the GPU's free memory as it starts and wants it still.
+    """The process, where a run compiles on a GPU; a context that ends it. Elsewhere nothing happens.
 
     It is started before torch is imported here, as it has to import it too, and waits for ``begin``.
 
     Args:
         settings: of the run.
+
+    ``after_engine`` says that ``begin`` must wait for the engine: vLLM measures the GPU's free memory as it starts and wants it
+    still.
     """
 
     def __init__(self, settings: TrainSettings | SftSettings) -> None:
         self._process: subprocess.Popen[str] | None = None
-        vllm = isinstance(settings, TrainSettings) and settings.rollout.engine == "vllm"
-        if on_gpu(settings.device) and compiles(settings.model, gpu=True) and not vllm:
+        self.after_engine = isinstance(settings, TrainSettings) and settings.rollout.engine == "vllm"
+        if on_gpu(settings.device) and compiles(settings.model, gpu=True):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "meshloom.train.rehearsal"],
                 stdin=subprocess.PIPE,
@@ -56,18 +60,20 @@ class CompileAhead:
             self._process.kill()
             self._process.communicate()
 
-    def begin(self, settings: TrainSettings | SftSettings, device: str) -> None:
+    def begin(self, settings: TrainSettings | SftSettings, device: str, free_bytes: int | None = None) -> None:
         """Compile what the run will need, now that the run has opened its device.
 
         Args:
             settings: of the run.
             device: that it computes on.
+            free_bytes: of the device's memory, where an engine has taken what it needs; too few leave all to the run.
         """
         if self._process is None or self._process.stdin is None:
             return
         told, self._process.stdin = self._process.stdin, None
         with suppress(BrokenPipeError), told:  # it may have ended; the run then compiles by itself
-            told.write(request(settings, device))
+            if free_bytes is None or free_bytes >= _LEAST_FREE_BYTES:
+                told.write(request(settings, device))
 
     def wait(self) -> None:
         """Wait until what was begun is compiled: what is almost done would else be done over again."""
