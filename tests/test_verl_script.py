@@ -102,6 +102,18 @@ def test_what_hangs_on_the_machine_has_no_value() -> None:
     assert read_command([same]).overrides[0] == "a.n=4"
 
 
+@pytest.mark.parametrize(
+    "counting",
+    ["while [ $N -lt 3 ]; do N=$((N+1)); done", "for f in a b; do N+=1; done", "((N++))", "let N=N+2", "read -r N < f"],
+)
+def test_what_is_counted_or_read_has_no_value(counting: str) -> None:
+    """A loop's body was carried out once, and arithmetic not at all: the launch had another number than bash gives it."""
+    command = read_command([f"N=1\n{counting}\npython3 -m verl.trainer.main_ppo a.b=$N c.d=2"])
+    assert command.overrides == ["a.b=$N", "c.d=2"]
+    compared = "N=1\nfor f in a b; do M=4; done\n(( N > 0 )) || exit 1\nunset Q\npython3 -m verl.trainer.main_ppo a.b=$N c.d=$M"
+    assert read_command([compared]).overrides == ["a.b=1", "c.d=4"]
+
+
 def test_a_command_within_a_command_is_read() -> None:
     inner = "cd /verl && N=2 python3 -m verl.trainer.main_ppo data.train_batch_size=$((4 * 2))"
     for words in (["srun", "--nodes=1", "bash", "-c", inner], [f"docker exec verl bash -lc '{inner}'"]):

@@ -22,6 +22,9 @@ _CONTINUED = re.compile(r"\\[ \t]*\n")
 """The end of a line that goes on; blanks behind the backslash are forgiven."""
 _OPERATORS = re.compile(r"&&|\|\||;;&?|[;&|\n]")
 _WITHOUT_VALUE = re.compile(r"\$|`")
+_CHANGING = re.compile(r"(let\s|\()|(?:read|unset|mapfile|readarray|getopts)\s")
+"""What changes variables besides assignments: arithmetic, and commands."""
+_COUNTED = re.compile(r"(?:\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))")
 _REDIRECTION = re.compile(r"(\d|&)?(>>?|<)(&?\S*)")
 
 
@@ -256,9 +259,14 @@ class _Reader:
             self.read(statement[1:-1])
             self.frames.pop()
             return
-        if match := _ARRAY.fullmatch(statement):
+        if any(frame.kind == "loop" for frame in self.frames) and _goes_on(statement):
+            does = None  # nobody knows how often
+        if match := _CHANGING.match(statement):
+            self._change(statement, is_arithmetic=match[1] is not None, known=does is True)
+            status: bool | None = None
+        elif match := _ARRAY.fullmatch(statement):
             self._set_array(match, known=does is True)
-            status: bool | None = True
+            status = True
         elif (status := self._test(statement)) is None:
             status = self._take_words(self.scope.words(statement), known=does is True)
         self.last = status if does is True else None
@@ -287,9 +295,17 @@ class _Reader:
         if known and not (adds and name in self.scope.unknown):
             self.scope.variables[name] = (self.scope.variables.get(name, "") if adds else "") + value
             self.scope.unknown.discard(name)
-        elif not known and self.scope.variables.get(name) != value:
+        elif not known and (adds or self.scope.variables.get(name) != value):
             self.scope.unknown.add(name)
             self.scope.variables.pop(name, None)
+
+    def _change(self, statement: str, *, is_arithmetic: bool, known: bool) -> None:
+        found = re.findall(_COUNTED, statement) if is_arithmetic else [(name, "") for name in statement.split()[1:]]
+        for name in filter(str.isidentifier, map("".join, found)):
+            self.scope.variables.pop(name, None)
+            self.scope.arrays.pop(name, None)
+            if not (known and statement.startswith("unset")):
+                self.scope.unknown.add(name)
 
     def _set_array(self, match: re.Match[str], *, known: bool) -> None:
         name, adds, words = match[1], match[2], self.scope.words(match[3])
@@ -309,6 +325,14 @@ class _Reader:
         else:
             value = _holds(self.scope.words(statement))
         return value if value is None or not negated else not value
+
+
+def _goes_on(statement: str) -> bool:
+    """Whether an assignment reads what it writes, so that its value hangs on how often it is made."""
+    match = _ASSIGNMENT.fullmatch(re.sub(r"^(?:export|local|declare)\s+", "", statement))
+    return match is not None and (
+        bool(match[2]) or ("$" in match[3] and re.search(rf"\b{match[1]}\b", match[3]) is not None)
+    )
 
 
 def _joined(before: bool | None, sign: str, value: bool | None) -> bool | None:
