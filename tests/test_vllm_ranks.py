@@ -100,7 +100,7 @@ def replicas_of_vllm(
     arguments |= {"settings": settings, "layout": build_plan(settings, 14).layout}
     host, logs = "meshloom.loop.worker_host:WorkerHost", run_dir / "logs"
     with LocalSite(["cpu"] * 2) as site, Watched(host, site=site, logs=logs) as workers:
-        workers.given = []
+        workers.given, workers.before = [], None
         workers.call("build", arguments, phase="start", deadline_s=300)
 
         def move(version: int) -> None:
