@@ -100,6 +100,16 @@ def test_measuring_changes_nothing_and_a_resumed_run_measures_the_same(
     assert losses[0] == losses[1] == losses[2]
 
 
+def test_weights_that_overflow_end_a_run_in_words(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a traceback of the program where the loss on held-out rows was the first to be no number."""
+    wild = ("optimizer.lr=1e38", "optimizer.schedule=constant", "batch.steps=2", "validation.every_steps=1")
+    assert main(command(settings_of(inputs, tmp_path / "run", *wild))) == 3
+    told = capsys.readouterr().err
+    assert told.startswith("error: the loss on held-out rows is nan") and "a smaller optimizer.lr" in told
+
+
 def test_other_microbatches_and_devices_measure_the_same(inputs: Path, tmp_path: Path) -> None:
     """Three rows, of which one is three times as long, leave one of four replicas without any. Two devices, and other cuts, are
     in ``test_sft_devices``."""

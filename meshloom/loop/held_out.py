@@ -8,6 +8,7 @@ the rounding of a log-probability.
 import math
 from collections.abc import Sequence
 
+from meshloom.config.errors import RunFault
 from meshloom.data.prompts import Supervised
 from meshloom.loop.model_verbs import Model
 from meshloom.loop.sft_data import as_samples
@@ -25,7 +26,7 @@ def held_out_metrics(model: Model, examples: Sequence[Supervised]) -> dict[str, 
         ``loss``: mean −log π over all response tokens; ``perplexity``: exp of it; ``samples`` and ``response_tokens_mean``.
 
     Raises:
-        RuntimeError: if the loss is not finite.
+        RunFault: if the loss is not finite.
     """
     total, count = 0.0, 0
     for start in range(0, len(examples), _AT_ONCE):
@@ -35,7 +36,12 @@ def held_out_metrics(model: Model, examples: Sequence[Supervised]) -> dict[str, 
         count += int(mask_T.sum())
     loss = total / count
     if not math.isfinite(loss):
-        raise RuntimeError(f"the loss on held-out rows is {loss}; the model's weights are broken or overflow")
+        raise RunFault(
+            f"the loss on held-out rows is {loss}",
+            where="optimizer.lr",
+            why="the model's weights are broken, or training has driven them so far that they overflow",
+            fix="a smaller optimizer.lr, more optimizer.warmup_updates or a smaller optimizer.max_grad_norm, in a new run",
+        )
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, _LARGEST)),
