@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, DiffLlamaConfig, GPT2Config
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DiffLlamaConfig, GPT2Config
 
 from bench import engine as bench_engine
 from bench import turns as bench_turns
@@ -158,6 +158,15 @@ def test_a_layer_that_attends_twice_in_a_pass_is_refused():
     use_layouts(model)
     with pytest.raises(UserError, match="layer 0 of the model attends more than once"):
         collect(TorchEngine(model, eos_ids=(), kv_cache_bytes=10**7), [ask(0, prompt(6))])
+
+
+def test_a_model_with_latent_attention_is_refused():
+    """It ended with a traceback about shapes."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    latent = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    model = AutoModelForCausalLM.from_config(DeepseekV2Config(**sizes, **latent, first_k_dense_replace=1))
+    with pytest.raises(UserError, match="latent attention"):
+        TorchEngine(model, eos_ids=())
 
 
 def test_bfloat16_generates():

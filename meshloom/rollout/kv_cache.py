@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from meshloom.config.errors import UserError
+from meshloom.plan.layer_kinds import caches_latents
 from meshloom.rollout.prefix_tree import Found, PrefixTree
 
 SMALLEST_CAPACITY = 64
@@ -47,8 +49,19 @@ class CacheShape:
 
     @classmethod
     def of(cls, model: PreTrainedModel, ranks: int = 1) -> "CacheShape":
-        """Of a model that so many ranks hold together: each caches its own heads, at least one."""
+        """Of a model that so many ranks hold together: each caches its own heads, at least one.
+
+        Raises:
+            UserError: if its keys and values come from a latent vector.
+        """
         config = model.config.get_text_config()
+        if caches_latents(config.to_dict()):
+            raise UserError(
+                "the embedded engine does not generate with latent attention (kv_lora_rank)",
+                where="rollout.engine",
+                why="its cache holds keys and values of one width for each head",
+                fix="rollout.engine=vllm, or a model of another family",
+            )
         heads = config.num_attention_heads
         weight = model.get_input_embeddings().weight
         return cls(
