@@ -21,7 +21,7 @@ from meshloom.config.environment import verl_offload
 from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.problems import Problem, require_none
-from meshloom.config.provenance import Provenance
+from meshloom.config.provenance import Provenance, is_verls_default
 from meshloom.config.recipes import DECIDED
 from meshloom.config.settings import SftSettings, SourceSettings, TrainSettings
 from meshloom.config.verl import Translation, translate
@@ -53,10 +53,9 @@ def read_verl(words: Sequence[str], native: Sequence[str] = (), *, to_run: bool 
     rows = count_rows(SourceSettings(files=tuple(Path(name).expanduser().as_posix() for name in files)))
     vllm_is_there = there or not to_run
     translation = translate(words, environment=verl_offload(), num_prompts=rows, vllm_is_there=vllm_is_there)
-    translation = _without_default_loggers(translation)
+    translation = _without_default_validation(_without_default_loggers(translation))
     if translation.kind == "sft":
         return translation
-    translation = _without_default_validation(translation)
     if not there and translation.settings.get("rollout.engine", Native(value="", origin="")).value == "vllm":
         text = "vLLM is not installed here; without it `meshloom train` generates with the embedded engine"
         translation = _with(translation, warnings={"actor_rollout_ref.rollout.name": text})
@@ -87,7 +86,11 @@ def _without_default_validation(translation: Translation) -> Translation:
     """Without verl's own default of validation files, where no such file is there."""
     path = "data.validation.files"
     files = translation.settings.get(path)
-    if files is None or "default" not in files.origin or all(Path(name).expanduser().is_file() for name in files.value):
+    if (
+        files is None
+        or not is_verls_default(files.origin)
+        or all(Path(name).expanduser().is_file() for name in files.value)
+    ):
         return translation
     kept = {name: native for name, native in translation.settings.items() if not name.startswith("data.validation")}
     text = f"verl's default {', '.join(files.value)} is not there, so nothing is validated"
@@ -99,7 +102,7 @@ def _without_default_loggers(translation: Translation) -> Translation:
     path = "logging.loggers"
     native = translation.settings[path]
     missing = [name for name in native.value if importlib.util.find_spec(name) is None]
-    if "default" not in native.origin or not missing:
+    if not is_verls_default(native.origin) or not missing:
         return translation
     kept = Native(value=[name for name in native.value if name not in missing], origin=native.origin)
     text = f"{', '.join(missing)} of verl's default is not installed; metrics are in the run's folder"
@@ -214,7 +217,7 @@ def print_translation(translation: Translation, console: Console) -> None:
 def _settings_table(translation: Translation) -> Table:
     table = _table("settings that it comes to", ("setting", "value", "from"))
     for path, native in sorted(translation.settings.items()):
-        style = "dim" if "default" in native.origin else ""
+        style = "dim" if is_verls_default(native.origin) else ""
         value = json.dumps(native.value, ensure_ascii=False)
         table.add_row(*(Text(cell, style=style) for cell in (path, value, native.origin)))
     return table

@@ -184,6 +184,13 @@ def case_of(name: str, devices: int, kind: str, *given: str) -> tuple[Case, Topo
     return case, Topology(devices_per_node=devices)
 
 
+def test_what_a_file_of_any_name_gives_is_kept(tmp_path: Path) -> None:
+    """A file called default.yaml gave nothing, so a search changed what stood in it."""
+    (tmp_path / "default.yaml").write_text("batch: {tokens_per_microbatch: 4096}\n")
+    settings = load_settings(TrainSettings, tmp_path / "default.yaml", [*DATA, f"model.path={tmp_path}"])
+    assert "batch.tokens_per_microbatch" in Given.of(settings)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "given"),
     [("Qwen2.5-7B", "a100-80gb", [VLLM]), ("Qwen2.5-1.5B", "rtx-4090", ["algorithm.kl=loss"])],

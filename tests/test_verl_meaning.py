@@ -464,6 +464,16 @@ def test_a_logger_of_verls_default_is_left_out_where_it_is_not_installed(monkeyp
     assert read_verl([GRPO, "trainer.logger=[console,wandb]"]).settings["logging.loggers"].value == ["wandb"]
 
 
+def test_only_validation_files_of_verls_default_are_left_out_where_they_are_not_there() -> None:
+    """A folder called default made a file verl's own, and so dropped it; fine-tuning was refused for want of GSM8K."""
+    given, path = "data.val_files=/data/default/val.parquet", "data.validation.files"
+    assert read_verl([GRPO, given]).settings[path].value == ["/data/default/val.parquet"]
+    older = ["python3", "-m", "verl.trainer.fsdp_sft_trainer", "data.train_files=x.parquet"]
+    by_default = read_verl(older)
+    assert path not in by_default.settings and "is not there" in by_default.warnings["data.val_files"]
+    assert read_verl([*older, given]).settings[path].value == ["/data/default/val.parquet"]
+
+
 def test_where_offloaded_bytes_go_is_in_the_environment() -> None:
     offload = f"{ACTOR}.fsdp_config.optimizer_offload=True"
     disk = {"VERL_OFFLOAD_DIR": "/nvme"}

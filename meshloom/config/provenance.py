@@ -6,6 +6,14 @@ Owns: the record of a value's origin. Always holds: settings are equal when thei
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+VERLS_DEFAULT = "verl's default"
+"""How the origin begins of a value that a command of verl's leaves to its default."""
+
+
+def is_verls_default(origin: str) -> bool:
+    """Whether nobody gave a value that a translated command has."""
+    return origin.startswith(VERLS_DEFAULT)
+
 
 @dataclass(frozen=True)
 class Provenance:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 
+from meshloom.config.provenance import is_verls_default
 from meshloom.config.settings import TrainSettings
 from meshloom.plan.arrangement import Arrangement, Placed
 from meshloom.plan.ledger import samples_per_update
@@ -44,7 +45,7 @@ class Given:
     def of(cls, settings: TrainSettings) -> "Given":
         """Values that somebody gave; what a translation takes for its own default is not among them."""
         origins = settings.provenance.origins
-        return cls(frozenset(path for path, origin in origins.items() if "default" not in origin))
+        return cls(frozenset(path for path, origin in origins.items() if not is_verls_default(origin)))
 
     def __contains__(self, path: str) -> bool:
         return path in self.paths

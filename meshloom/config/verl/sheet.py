@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshloom.config.provenance import VERLS_DEFAULT
 from meshloom.config.verl.given import Given, shown
 
 
@@ -99,7 +100,7 @@ class Sheet:
         if given:
             return f"verl {', '.join(given)}"
         known = [key for key in keys if key in self.defaults]
-        return f"verl's default {known[0]}={shown(self.defaults[known[0]])}" if known else "verl's default"
+        return f"{VERLS_DEFAULT} {known[0]}={shown(self.defaults[known[0]])}" if known else VERLS_DEFAULT
 
     def set(self, path: str, value: Any, *keys: str) -> None:
         """State a native setting that follows from these keys, the deciding one first."""
