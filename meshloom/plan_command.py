@@ -88,14 +88,18 @@ def _planned(
     """The settings, as a search has chosen them if there was one, their plan, and the search's ranking."""
     from meshloom.plan import build_plan
     from meshloom.plan.count import count_prompts
-    from meshloom.plan_trial import tried
+    from meshloom.plan.hardware_options import notes_on_hardware
+    from meshloom.plan_trial import is_of_this_machine, tried
 
     ranking: Ranking | None = None
     if isinstance(settings, TrainSettings) and _searches(args, settings):
         ranking = _search(args, settings)
         settings = ranking.chosen or settings
     plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
-    plan = dataclasses.replace(plan, problems=(*plan.problems, *tried(settings, plan.problems)))
+    found = list(tried(settings, plan.problems))
+    aside = [problem for problem in found if notes_on_hardware(settings) and is_of_this_machine(problem)]
+    refused = [problem for problem in found if problem not in aside]
+    plan = dataclasses.replace(plan, problems=(*plan.problems, *refused), warnings=(*plan.warnings, *aside))
     if ranking is not None:
         problems, warnings = (*ranking.problems, *plan.problems), (*ranking.warnings, *plan.warnings)
         plan = dataclasses.replace(plan, problems=problems, warnings=warnings)

@@ -40,6 +40,11 @@ def tried(
         yield from _own_functions(settings, known, start_deadline_s)
 
 
+def is_of_this_machine(problem: Problem) -> bool:
+    """Whether it may well be right where the run will be: a package that is missing here."""
+    return "No module named" in f"{problem.what} {problem.why}"
+
+
 def _loggers(settings: TrainSettings | SftSettings) -> Iterator[Problem]:
     from meshloom.observe.loggers import look_for_loggers
 

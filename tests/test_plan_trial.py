@@ -16,7 +16,7 @@ from meshloom.config.problems import Problem
 from meshloom.config.settings import EvalSettings, TrainSettings
 from meshloom.loop.rewarding import open_rewards
 from meshloom.observe.loggers import check_loggers
-from meshloom.plan import build_plan
+from meshloom.plan import build_plan, hardware_options
 from meshloom.plan_trial import tried
 from tests.test_plan_memory import make_folder
 
@@ -116,6 +116,24 @@ def test_a_logger_that_cannot_be_opened_is_refused_in_the_words_of_the_run(name:
     (problem,) = problems("reward.function=exact_match", f"logging.loggers=[{name}]")
     assert problem.code == "U001"
     assert words(problem) == words_of_the_run(lambda: check_loggers([name]))
+
+
+@pytest.mark.parametrize("what", ["logging.loggers=[wandb]", FILE, "logging.loggers=[tensorboad]"])
+def test_a_package_that_is_missing_here_refuses_no_plan_for_elsewhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """It may be there where the run will be; what is wrong everywhere is refused all the same."""
+    (folder / "reward.py").write_text("import no_such_package\ndef score(request): ...\n")
+    monkeypatch.setattr(hardware_options, "on_gpu", lambda device: False)
+    reward = () if what == FILE else ("reward.function=exact_match",)
+    if "wandb" in what and importlib.util.find_spec("wandb") is not None:
+        pytest.skip("wandb is installed")
+    code = main(["plan", *given(*reward, what), "device=cuda", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    refused, warned = ([found["code"] for found in told[kind]] for kind in ("problems", "warnings"))
+    is_wrong_everywhere = "tensorboad" in what
+    assert (code == 2) == is_wrong_everywhere == bool(refused)
+    assert any(found.startswith("U00") for found in (refused if is_wrong_everywhere else warned))
 
 
 def test_own_functions_and_environments_are_tried_too(folder: Path) -> None:
