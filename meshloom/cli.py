@@ -353,8 +353,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; default: those of the process.
 
     Returns:
-        The exit code. Exceptions other than a user's error, Ctrl-C, a full disk and a reader that has gone are faults of the
-        program and pass through.
+        The exit code. Exceptions other than a user's error (a path that no file system takes is one), Ctrl-C, a full disk
+        and a reader that has gone are faults of the program and pass through.
     """
     _write_anything()
     try:
@@ -372,6 +372,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_has_gone():
             return FAULT
+        if error.errno == errno.ENAMETOOLONG:
+            named = str(error.filename)
+            what = f"the file name {named[:40]}… has {len(named)} letters, more than a file system takes"
+            _tell(UserError(what, fix="the setting that names it takes a path"))
+            return BAD_INPUT
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         where = str(error.filename or "")

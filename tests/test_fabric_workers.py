@@ -273,6 +273,7 @@ def test_a_rank_held_by_a_signal_is_named(tmp_path: Path) -> None:
         call = workers.submit("sleep", phase="generate", deadline_s=600)
         events = call.events()
         assert {next(events)[0], next(events)[0]} == {0, 1}
+        time.sleep(0.5)  # until it is past sending what was just received
         os.kill(pids_of(workers)[1], signal.SIGSTOP)
         with pytest.raises(WorkerFault, match="rank 1 .* does not answer") as raised:
             call.result()

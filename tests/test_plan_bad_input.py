@@ -87,6 +87,11 @@ def paths(kind: type[TrainSettings]) -> list[str]:
     return sorted(path for path in keys._nodes if path)
 
 
+def test_a_path_that_no_file_system_takes_is_told(planned: Plan) -> None:
+    """Python's own error for it was a traceback."""
+    assert "has 5000 letters" in planned(*TRAIN, f"data.train.files={'n' * 5000}", code=2)
+
+
 def test_nonsense_for_any_setting(planned: Plan) -> None:
     pick = random.Random(3)
     keys = paths(TrainSettings)
