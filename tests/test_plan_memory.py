@@ -234,16 +234,6 @@ def test_attention_that_no_kernel_computes_is_refused(tmp_path: Path, kind: dict
     assert [problem.where.split()[0] for problem in found if problem.code == "M011"] == ["model.path"]
 
 
-def test_latent_attention_is_generated_with_by_vllm_alone(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "model", CONFIG | {"kv_lora_rank": 16})
-    assert [problem.code for problem in plan(folder, TrainSettings).problems] == ["M012"]
-    assert [
-        problem.code
-        for problem in plan(folder, TrainSettings, "rollout.engine=vllm").problems
-        if problem.code == "M012"
-    ] == []
-
-
 def test_sequences_longer_than_the_model_was_made_for_are_warned_about(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", {**CONFIG, "max_position_embeddings": 64})
     lengths = "data.max_prompt_tokens=32", "rollout.max_response_tokens=32"

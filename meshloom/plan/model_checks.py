@@ -4,12 +4,12 @@ Owns: weights that are not there, attention of another kind, adapters that attac
 made for. Refuses to know: memory, devices.
 
 Codes: L002 adapters of no layer; M003 rotary embeddings that change; M004 sequences too long; M009 no weights; M011 attention
-that no kernel computes; M012 a cache that the engine does not have.
+that no kernel computes.
 """
 
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.findings import Findings
-from meshloom.plan.layer_kinds import caches_latents, layers_of_other_kinds
+from meshloom.plan.layer_kinds import layers_of_other_kinds
 from meshloom.plan.ledger import longest_sequence_tokens
 from meshloom.plan.model_folder import ModelFolder
 
@@ -24,7 +24,6 @@ def check_model(found: Findings, settings: TrainSettings | SftSettings | EvalSet
     """
     _note_weights(found, folder)
     _check_attention(found, folder)
-    _check_cache(found, settings, folder)
     _check_adapters(found, settings, folder)
     _check_positions(found, settings, folder)
 
@@ -49,18 +48,6 @@ def _check_attention(found: Findings, folder: ModelFolder) -> None:
         return
     fix = "take a model of another family, such as Llama, Qwen2, Qwen3 or Gemma 3"
     found.refuse("M011", "model.path", what, why="no attention kernel here computes that", fix=fix)
-
-
-def _check_cache(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:
-    """The embedded engine has no cache of latent vectors; vLLM does."""
-    if (
-        not isinstance(settings, SftSettings)
-        and settings.rollout.engine == "torch"
-        and caches_latents(folder.text_config)
-    ):
-        what = "the embedded engine does not generate with latent attention (kv_lora_rank)"
-        why = "its cache holds keys and values of one width for each head"
-        found.refuse("M012", "rollout.engine", what, why=why, fix="rollout.engine=vllm, or a model of another family")
 
 
 def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:
