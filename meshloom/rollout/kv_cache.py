@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshloom.config.errors import UserError
-from meshloom.plan.layer_kinds import caches_latents
 from meshloom.rollout.prefix_tree import Found, PrefixTree
 
 SMALLEST_CAPACITY = 64
@@ -52,10 +51,10 @@ class CacheShape:
         """Of a model that so many ranks hold together: each caches its own heads, at least one.
 
         Raises:
-            UserError: if its keys and values come from a latent vector.
+            UserError: if its keys and values come from a latent vector, as DeepSeek-V2's do (arXiv:2405.04434).
         """
         config = model.config.get_text_config()
-        if caches_latents(config.to_dict()):
+        if getattr(config, "kv_lora_rank", None) is not None:
             raise UserError(
                 "the embedded engine does not generate with latent attention (kv_lora_rank)",
                 where="rollout.engine",
