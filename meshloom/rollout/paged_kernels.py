@@ -142,6 +142,23 @@ def rope_store_kernel(
         tl.store(to + half, high, mask=(head >= H) & there)
 
 
+@triton.jit
+def _put_attention(
+    out_ptr, partial_ptr, stat_ptr, head, split, g, d, highest, total, acc,
+    G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The output of some heads, or what ``combine_kernel`` makes it from where there are several splits."""
+    if SPLITS == 1:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        to = out_ptr + head[:, None] * D + d[None, :]
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None])
+    else:
+        cell = head * SPLITS + split
+        tl.store(partial_ptr + cell[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
+        tl.store(stat_ptr + cell * 2, highest, mask=g < G)
+        tl.store(stat_ptr + cell * 2 + 1, total, mask=g < G)
+
+
 @triton.jit(do_not_specialize=["layer"])  # one compilation for all layers
 def decode_attention_kernel(
     qkv_ptr, out_ptr, partial_ptr, stat_ptr, pool_ptr, table_ptr, seen_ptr,
@@ -197,16 +214,9 @@ def decode_attention_kernel(
         acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
         total = total * shrink + tl.sum(weight, 1)
         highest = top
-    head = row * H + kv_head * G + g
-    if SPLITS == 1:
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        to = out_ptr + head[:, None] * D + d[None, :]
-        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None])
-    else:
-        cell = head * SPLITS + split
-        tl.store(partial_ptr + cell[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
-        tl.store(stat_ptr + cell * 2, highest, mask=g < G)
-        tl.store(stat_ptr + cell * 2 + 1, total, mask=g < G)
+    _put_attention(
+        out_ptr, partial_ptr, stat_ptr, row * H + kv_head * G + g, split, g, d, highest, total, acc, G, D, SPLITS
+    )
 
 
 @triton.jit
