@@ -66,13 +66,20 @@ def write_problems(folder: Path) -> None:
 
 def side_of(name: str, options: argparse.Namespace) -> Side:
     """A trainer by its name."""
+    cache, sets = options.kv_cache_bytes, tuple(options.sets)
+    # What vLLM is given as bytes it need not find as a share of the GPU, which other runs may use too.
+    share = {"utilization": 0.1} if cache else {}
+    if cache:
+        sets = (f"rollout.kv_cache_bytes={cache}", "rollout.vllm.gpu_memory_utilization=0.1", *sets)
     if name == "verl":
-        return Verl(options.peer_path, sets=tuple(options.verl_sets))
+        engine = "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes"
+        own = (*((f"{engine}={cache}",) if cache else ()), *options.verl_sets)
+        return Verl(options.peer_path, sets=own, workers=options.verl_workers, **share)
     if name == "trl":
-        return Trl(options.trl_path or options.peer_path)
+        return Trl(options.trl_path or options.peer_path, kv_cache_bytes=cache, **share)
     if name == "meshloom-vllm":
-        return Ours(sets=(*options.sets, "rollout.engine=vllm"), path=options.peer_path, name=name)
-    return Ours(sets=tuple(options.sets))
+        return Ours(sets=("rollout.engine=vllm", *sets), path=options.peer_path, name=name)
+    return Ours(sets=sets)
 
 
 def job_of(options: argparse.Namespace, side: str, task: str, seed: int) -> Job:
@@ -106,14 +113,14 @@ def curves_of(run: SideRun, job: Job) -> dict[str, Any]:
     }
 
 
-def judge(model: Path, job: Job) -> float:
-    """Greedy accuracy of a folder on the held-out problems, by ``meshloom eval``."""
+def judge(model: Path, job: Job, cache: int) -> float:
+    """Greedy accuracy of a folder on the held-out problems, by ``meshloom eval``; with a cache of so many bytes, if not 0."""
     settings = {
         "run_dir": str(job.work / "eval"),
         "model": {"path": str(model)},
         "data": {"validation": {"files": [str(job.data / "test.jsonl")]}},
         "reward": {"function": f"{HERE / 'gpu_reward.py'}:{job.reward}"},
-        "rollout": {"max_response_tokens": job.max_tokens},
+        "rollout": {"max_response_tokens": job.max_tokens, "kv_cache_bytes": cache or None},
     }
     shutil.rmtree(job.work / "eval", ignore_errors=True)
     file = job.work / "eval.yaml"
@@ -136,7 +143,8 @@ def run_one(
     curves = curves_of(run, job)
     trained = job.work / "trained"
     if trained.exists():
-        curves["accuracy"] = [[0, judge(options.model, job)], [job.steps, judge(trained, job)]]
+        folders = {0: options.model, job.steps: trained}
+        curves["accuracy"] = [[step, judge(folder, job, options.kv_cache_bytes)] for step, folder in folders.items()]
     return {"side": name, "task": task, "seed": seed, **curves}
 
 
@@ -210,6 +218,10 @@ def main() -> None:
     parser.add_argument("--validate-every", type=int, default=20)
     parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of ours, a.b=c")
     parser.add_argument("--verl-set", dest="verl_sets", action="append", default=[], help="a setting of verl's, a.b=c")
+    parser.add_argument("--verl-workers", type=int, default=2, help="agent loops, reward workers, storage units")
+    parser.add_argument(
+        "--kv-cache-bytes", type=int, default=0, help="of each engine; 0: what a share of the GPU leaves"
+    )
     parser.add_argument("--trl-path", default="", help="PYTHONPATH for TRL where it is not --peer-path")
     parser.add_argument("--result", type=Path, help="JSON file for the curves")
     options = parser.parse_args()
