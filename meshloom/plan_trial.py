@@ -2,9 +2,9 @@
 
 Owns: which of that ``meshloom plan`` tries. Refuses to know: how it is tried. Always holds: what is wrong is said in the words
 of the run; code of the user's is imported in processes that can be killed, and meets no data; what the plan refuses already is
-not tried.
+not tried. The first rows of the data are rendered as prompts where the model's tokenizer is here.
 
-Codes: U001 a logger, U002 a reward function, U003 an environment, U004 a function of the algorithm.
+Codes: U001 a logger, U002 a reward function, U003 an environment, U004 a function of the algorithm, U005 the first prompts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,9 +33,11 @@ def tried(
     if not isinstance(settings, EvalSettings):
         yield from _loggers(settings)
     if isinstance(settings, SftSettings):
+        yield from _prompts(settings, known, start_deadline_s)
         return
     yield from _rewards(settings, known, start_deadline_s)
-    yield from _environment(settings, known, start_deadline_s)
+    of_environment = list(_environment(settings, known, start_deadline_s))
+    yield from of_environment or _prompts(settings, known, start_deadline_s)
     if isinstance(settings, TrainSettings):
         yield from _own_functions(settings, known, start_deadline_s)
 
@@ -75,6 +77,21 @@ def _environment(settings: TrainSettings | EvalSettings, known: set[str], deadli
             try_loading(EnvironmentWorker, worker_setup(settings.environment), deadline_s)
     except UserError as error:
         yield _problem("U003", error)
+
+
+def _prompts(
+    settings: TrainSettings | SftSettings | EvalSettings, known: set[str], deadline_s: float
+) -> Iterator[Problem]:
+    from meshloom.prompts_worker import PromptsWorker, Rendering, can_render
+
+    if any(path.startswith(("data", "model.path", "environment")) for path in known) or not can_render(settings):
+        return
+    from meshloom.killable.pool import try_loading
+
+    try:
+        try_loading(PromptsWorker, Rendering(settings), deadline_s)
+    except UserError as error:
+        yield _problem("U005", error)
 
 
 def _own_functions(settings: TrainSettings, known: set[str], deadline_s: float) -> Iterator[Problem]:

@@ -11,6 +11,9 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, DiffLlamaConfig
 from bench import engine as bench_engine
 from bench import turns as bench_turns
 from meshloom.config.errors import RunFault, UserError
+from meshloom.config.load import load_settings
+from meshloom.config.settings import TrainSettings
+from meshloom.plan import build_plan
 from meshloom.rollout.kv_cache import CacheShape
 from meshloom.rollout.protocol import Request, SamplingParams
 from meshloom.rollout.torch_engine import TorchEngine
@@ -160,13 +163,20 @@ def test_a_layer_that_attends_twice_in_a_pass_is_refused():
         collect(TorchEngine(model, eos_ids=(), kv_cache_bytes=10**7), [ask(0, prompt(6))])
 
 
-def test_a_model_with_latent_attention_is_refused():
-    """It ended with a traceback about shapes."""
+def test_a_model_with_latent_attention_is_refused_by_the_plan_in_the_same_words(tmp_path):
+    """It ended with a traceback about shapes; then in a refusal after the plan had accepted the run."""
     sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     latent = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     model = AutoModelForCausalLM.from_config(DeepseekV2Config(**sizes, **latent, first_k_dense_replace=1))
-    with pytest.raises(UserError, match="latent attention"):
+    with pytest.raises(UserError, match="latent attention") as caught:
         TorchEngine(model, eos_ids=())
+    model.save_pretrained(tmp_path)
+    given = ["run_dir=r", f"model.path={tmp_path}", "data.train.reasoning_gym=basic_arithmetic", "device=cpu"]
+    (problem,) = build_plan(load_settings(TrainSettings, None, given), 100).problems
+    refusal = caught.value
+    assert (problem.code, problem.suggestions) == ("M012", (("rollout.engine=vllm",),))
+    assert (problem.what, problem.why, problem.fix) == (refusal.what, refusal.why, refusal.fix)
+    assert problem.where.startswith(refusal.where)
 
 
 def test_bfloat16_generates():

@@ -81,9 +81,9 @@ def test_a_device_with_room_for_less_than_one_sequence_is_refused(models: Models
 
 
 def test_where_no_devices_of_this_kind_are_enough_others_and_shorter_responses_are_named(models: Models) -> None:
-    """A replica of DeepSeek-V3 does not fit a node of eight H100; a sample of four million tokens fits no device."""
-    big = ("cluster.device=h100", "cluster.nodes=1024", "cluster.devices_per_node=8", "batch.prompts_per_step=16384")
-    found = require_accepted(models, "DeepSeek-V3", *big)
+    """A replica of Qwen3-235B does not fit a node of four H100; a sample of four million tokens fits no device."""
+    big = ("cluster.device=h100", "cluster.nodes=1024", "cluster.devices_per_node=4", "batch.prompts_per_step=16384")
+    found = require_accepted(models, "Qwen3-235B-A22B", *big)
     assert found.problems[0].suggestions[0][0].startswith("device_memory_bytes=")
     long = ("rollout.max_response_tokens=4000000", "batch.tokens_per_microbatch=4000512")
     found = require_accepted(models, "Qwen2.5-0.5B", "cluster.device=h100", "cluster.devices_per_node=8", *long)
@@ -139,6 +139,7 @@ def test_the_embedded_engine_caches_keys_and_values_of_every_head(models: Models
         line = next(line for line in found.lines if line.name == "rollout: key-value cache")
         assert str(each // (1088 if engine == "torch" else 1024)) in line.formula
         assert engine == "vllm" or line.value == 8 * each
+        assert ("M012" in codes(found)) == (engine == "torch")
 
 
 def test_random_runs_that_do_not_fit_are_refused_with_changes_that_are_accepted(models: Models) -> None:

@@ -14,10 +14,14 @@ from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.problems import Problem
 from meshloom.config.settings import EvalSettings, TrainSettings
+from meshloom.lesson.model import CHAT_TEMPLATE
 from meshloom.loop.rewarding import open_rewards
+from meshloom.loop.run_inputs import RunInputs
 from meshloom.observe.loggers import check_loggers
 from meshloom.plan import build_plan, hardware_options
 from meshloom.plan_trial import tried
+from meshloom.prompts_worker import render_some
+from tests.lesson_runs import write_model
 from tests.test_plan_memory import make_folder
 
 FILE = "reward.function=reward.py:score"
@@ -156,3 +160,51 @@ def test_the_command_shows_what_was_tried(folder: Path, capsys: pytest.CaptureFi
     assert [problem["code"] for problem in json.loads(capsys.readouterr().out)["problems"]] == ["U002"]
     evaluation = [text for text in given(FILE) if not text.startswith(("batch", "logging"))]
     assert list(tried(load_settings(EvalSettings, None, evaluation), ()))
+
+
+SYSTEM = {"role": "system", "content": "b"}
+ASKS = {"role": "user", "content": "1+1="}
+REFUSES = (
+    '{% for m in messages %}{% if m.role == "critic" %}{{ raise_exception("no such role") }}{% endif %}{% endfor %}'
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), template=REFUSES + CHAT_TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("chat", "overrides", "said"),
+    [
+        ([ASKS], ("data.chat_template_arguments={enable_thinking: false}",), "reads no argument 'enable_thinking'"),
+        ([ASKS], ("data.chat_template_arguments={tools: a}",), "reads no argument 'tools'"),
+        ([SYSTEM, ASKS], ("data.system_prompt=a",), "has a system message of its own"),
+        ([{"role": "critic", "content": "a"}], (), "refuses a chat"),
+        ([ASKS], ("data.max_prompt_tokens=2",), "more than data.max_prompt_tokens=2"),
+    ],
+)
+def test_prompts_that_a_run_would_refuse_are_refused_in_its_words(
+    folder: Path, model: Path, chat: list[dict[str, str]], overrides: tuple[str, ...], said: str
+) -> None:
+    """A plan accepted arguments that the chat template does not read, and whatever else ends a run as it renders its rows."""
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": chat, "answer": "2"}) + "\n")
+    given = ("reward.function=exact_match", f"model.path={model}", *overrides)
+    (problem,) = problems(*given)
+    assert problem.code == "U005" and said in problem.what
+    assert words(problem) == words_of_the_run(lambda: RunInputs.read(settings(*given), resume=False))
+
+
+def test_prompts_that_a_run_drops_or_never_reads_are_not_refused(folder: Path, model: Path) -> None:
+    """Only the first rows are rendered: all of them may be longer than those behind them."""
+    rows = [{"prompt": [{"role": "user", "content": "1" * length}], "answer": "2"} for length in (*[50] * 16, 1)]
+    (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "bad.jsonl").write_text(json.dumps({"prompt": [SYSTEM, ASKS], "answer": "2"}) + "\n")
+    given = ("reward.function=exact_match", f"model.path={model}", "data.train.files=long.jsonl")
+    render_some(settings(*given, "data.overlong_prompts=drop", "data.max_prompt_tokens=40"))
+    render_some(
+        settings(*given, "data.system_prompt=a", "data.train.files=[long.jsonl,bad.jsonl]", "data.train.max_rows=17")
+    )
+    with pytest.raises(UserError) as caught:
+        render_some(settings(*given, "data.system_prompt=a", "data.train.files=[long.jsonl,bad.jsonl]"))
+    assert caught.value.where == "bad.jsonl, row 0"

@@ -5,7 +5,7 @@ holds: a template that cannot go on after a turn, a tool without a schema and an
 before the run folder is touched.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -50,13 +50,20 @@ class RunPrompts:
     remark: str = ""
 
     def load(self, source: SourceSettings) -> RenderedPrompts:
-        """Prompts of a source, and how many were too long and dropped. Where an environment makes them when it is reset, the
-        ids are those of an empty message.
+        """Prompts of a source, as ``render`` makes them.
+
+        Raises:
+            UserError: as ``load_rows`` and ``render_prompts``.
+        """
+        return self.render(load_rows(source, self.data))
+
+    def render(self, rows: Sequence[Row]) -> RenderedPrompts:
+        """Prompts of rows, and how many were too long and dropped. Where an environment makes them when it is reset, the ids
+        are those of an empty message.
 
         Raises:
             UserError: as ``render_prompts``.
         """
-        rows = load_rows(source, self.data)
         if self.settings is None or self.renderer is None:
             return render_prompts(rows, self.tokenizer, self.data)
         if self.settings.gym or self.settings.custom:

@@ -36,7 +36,7 @@ from meshloom.plan.time import (
     update_time,
 )
 from meshloom.plan.topology import DeviceSet
-from meshloom.plan.training_time import microbatches
+from meshloom.plan.training_time import passes_of_prompt
 from meshloom.plan.turns import later_turns
 
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -298,8 +298,7 @@ def phase_times(
 
 
 def work_of_role(role: ModelRole, lengths: Lengths, samples: int, *, updates: int = 1) -> Work:
-    """What a role's passes compute of samples. A prompt is computed in each microbatch that has samples of it: those of a group
-    are in one where they fit; under a bound on samples they are dealt out one by one.
+    """What a role's passes compute of samples, each prompt as often as ``passes_of_prompt`` says.
 
     Args:
         role: whose microbatches they are in.
@@ -308,12 +307,9 @@ def work_of_role(role: ModelRole, lengths: Lengths, samples: int, *, updates: in
         updates: into which they are cut evenly.
     """
     work = lengths.work(samples, role.group)
-    if role.samples is not None:
-        parts = min(role.group, microbatches(role, work, updates=updates) // updates)
-    else:
-        fitting = max(1, int((role.bound or role.tokens) // (lengths.prompt + lengths.response)))
-        parts = ceil_div(role.group, fitting)
-    return work if parts == 1 else lengths.work(samples, role.group / parts)
+    group = [lengths.prompt + lengths.response] * role.group
+    times = passes_of_prompt(role, group, work, groups=samples / role.group / updates, updates=updates)
+    return work if times == 1 else lengths.work(samples, role.group / times)
 
 
 def scoring(

@@ -116,13 +116,13 @@ def most_computed_tokens(settings: TrainSettings | SftSettings, tokens: int) -> 
 
 
 def most_microbatches(samples: int, longest: int, tokens: int, samples_bound: int | None, group: int = 1) -> int:
-    """Bound on the microbatches of an update: as if every sample were the longest.
+    """Bound on the microbatches of samples of whole groups, none longer than the longest: as if each were the longest.
 
     Packing adds a microbatch only when none has room, and samples that begin with the same prompt stay together as far as they
     fit: what a microbatch has no room for is the rest of a group, or a whole one. Under a bound on samples each stands alone.
 
     Args:
-        samples: of the update, on one replica.
+        samples: that one replica packs.
         longest: tokens of the longest.
         tokens: that bound a microbatch.
         samples_bound: further bound; none: there is none.
@@ -138,6 +138,24 @@ def most_microbatches(samples: int, longest: int, tokens: int, samples_bound: in
         if left := size % fitting:
             count += -(-many // (fitting // left))
     return count
+
+
+def fewest_in_full(longest: int, tokens: int, samples_bound: int | None, group: int = 1) -> int:
+    """Samples that microbatches have at least, but for one of them, whatever lengths and whatever parts of groups are packed.
+
+    A sample that stands alone finds no room where others fill more than the bound less the longest sample. What stands together
+    and finds none either fills half of the bound itself, or met microbatches that are more than half full.
+
+    Args:
+        longest: tokens of the longest sample.
+        tokens: that bound a microbatch.
+        samples_bound: further bound; none: there is none.
+        group: samples of a prompt.
+    """
+    fitting = max(1, tokens // longest)
+    if samples_bound is not None or group == 1:
+        return min(fitting, samples_bound or fitting)
+    return fitting // 2 + 1
 
 
 def packed_groups(settings: TrainSettings | SftSettings) -> int:

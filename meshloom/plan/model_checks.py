@@ -1,15 +1,15 @@
 """What of a model's folder does not go with the settings of a run.
 
-Owns: weights that are not there, attention of another kind, adapters that attach to nothing, sequences that the model was not
-made for. Refuses to know: memory, devices.
+Owns: weights that are not there, attention of another kind or that the engine has no cache for, adapters that attach to
+nothing, sequences that the model was not made for. Refuses to know: memory, devices.
 
 Codes: L002 adapters of no layer; M003 rotary embeddings that change; M004 sequences too long; M009 no weights; M011 attention
-that no kernel computes.
+that no kernel computes; M012 latent attention with the embedded engine.
 """
 
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.plan.findings import Findings
-from meshloom.plan.layer_kinds import layers_of_other_kinds
+from meshloom.plan.layer_kinds import latent_refusal, layers_of_other_kinds
 from meshloom.plan.ledger import longest_sequence_tokens
 from meshloom.plan.model_folder import ModelFolder
 
@@ -24,6 +24,7 @@ def check_model(found: Findings, settings: TrainSettings | SftSettings | EvalSet
     """
     _note_weights(found, folder)
     _check_attention(found, folder)
+    _check_cache(found, settings, folder)
     _check_adapters(found, settings, folder)
     _check_positions(found, settings, folder)
 
@@ -48,6 +49,15 @@ def _check_attention(found: Findings, folder: ModelFolder) -> None:
         return
     fix = "take a model of another family, such as Llama, Qwen2, Qwen3 or Gemma 3"
     found.refuse("M011", "model.path", what, why="no attention kernel here computes that", fix=fix)
+
+
+def _check_cache(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:
+    """Latent attention, in the words of the engine that refuses it."""
+    if isinstance(settings, SftSettings) or settings.rollout.engine != "torch":
+        return
+    if folder.text_config.get("kv_lora_rank") is not None:
+        error, change = latent_refusal(), ("rollout.engine=vllm",)
+        found.refuse("M012", error.where, error.what, why=error.why, fix=error.fix, suggestions=(change,))
 
 
 def _check_adapters(found: Findings, settings: TrainSettings | SftSettings | EvalSettings, folder: ModelFolder) -> None:

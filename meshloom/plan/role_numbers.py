@@ -12,7 +12,13 @@ from meshloom.plan.compute import compiles, logits_chunk_bytes
 from meshloom.plan.decoder_numbers import DecoderNumbers
 from meshloom.plan.generated import prompts_at_once, samples_each
 from meshloom.plan.layout import Layout, RoleLayout, share_devices
-from meshloom.plan.ledger import longest_sample_tokens, most_computed_tokens, most_microbatches, samples_per_update
+from meshloom.plan.ledger import (
+    fewest_in_full,
+    longest_sample_tokens,
+    most_computed_tokens,
+    most_microbatches,
+    samples_per_update,
+)
 from meshloom.plan.memory import compute_bytes, on_gpu
 from meshloom.plan.placement import PHASES, Role
 from meshloom.plan.reference import has_own_reference, refreshes
@@ -140,7 +146,7 @@ def model_role(
         bound=bound,
         samples=most_samples,
         group=settings.batch.samples_per_prompt,
-        microbatches=most_microbatches(samples, longest, bound, most_samples, settings.batch.samples_per_prompt),
+        microbatches=_most_microbatches(settings, found, longest, bound),
         recompute=recompute,
         compiled=compiles(settings.model, gpu=gpu),
         chunk_bytes=logits_chunk_bytes(settings.model, gpu=gpu),
@@ -153,6 +159,15 @@ def model_role(
         kept_width=kept_width(settings, found.role),
         kept_at=Residency.HOST if gpu else Residency.DEVICE,
     )
+
+
+def _most_microbatches(settings: TrainSettings, found: RoleLayout, longest: int, bound: int) -> int:
+    """The most that a replica makes of a pass, however samples are shared out: others have one at least."""
+    batch, replicas, samples = settings.batch, cut_of(found).replicas, _samples_of_pass(settings, found.role)
+    given = longest, bound, batch.samples_per_microbatch, batch.samples_per_prompt
+    if replicas == 1:
+        return most_microbatches(samples, *given)
+    return ceil_div(samples - replicas + 1, fewest_in_full(*given))
 
 
 def kept_width(settings: TrainSettings, role: Role) -> int:

@@ -1,7 +1,8 @@
 """The batch ledger over devices: what each device, and each replica of the engine, has to do.
 
 Owns: the shares of a batch and their lines, and which batches leave a device without work. Refuses to know: memory, time.
-Always holds: a sample is on exactly one replica of a role in each phase; shares differ by at most one and add up to the whole.
+Always holds: a sample is on exactly one replica of a role in each phase; shares add up to the whole,
+and differ by at most one where all samples cost alike.
 
 Codes: B010 to B013, and A011 of ``plan.lag``.
 """
@@ -14,13 +15,22 @@ from meshloom.config.settings import TrainSettings
 from meshloom.plan.faults import Change, Fault
 from meshloom.plan.lag import lag_faults
 from meshloom.plan.layout import Layout, RoleLayout
-from meshloom.plan.ledger import DERIVED, LedgerLine, longest_sample_tokens, most_microbatches, samples_per_update
+from meshloom.plan.ledger import (
+    DERIVED,
+    LedgerLine,
+    fewest_in_full,
+    longest_sample_tokens,
+    most_microbatches,
+    samples_per_update,
+)
 from meshloom.plan.meshes import AXES, Degrees, Divisible, Pool, near_degrees
 from meshloom.plan.pipeline_order import bubble
 from meshloom.plan.placement import Role
 
 _NO_PASS = "no such pass is made: a step's only update computes them itself, or the sampler's count"
 """Said of log-prob microbatches of an actor that makes none."""
+_EVEN = ", where all cost alike"
+"""Said of shares of a model's replicas, which get samples by what these cost."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +112,17 @@ def model_lines(settings: TrainSettings, found: RoleLayout) -> list[LedgerLine]:
     if found.role != Role.REFERENCE:
         share = Share(samples_per_update(settings), replicas)
         shared = _line(
-            f"{prefix}samples per {each} per update", share.value, f"samples per update ÷ {name} replicas", "samples"
+            f"{prefix}samples per {each} per update",
+            share.value,
+            f"samples per update ÷ {name} replicas{_EVEN}",
+            "samples",
         )
         many = _microbatches(settings, found, share, shared.name, f"{prefix}update microbatches", each)
         lines += [shared, *many, *_bubble(settings, found, prefix, many[0])]
     step = Share(settings.batch.prompts_per_step * settings.batch.samples_per_prompt, replicas)
-    shared = _line(f"{prefix}samples per {each} per step", step.value, f"samples per step ÷ {name} replicas", "samples")
+    shared = _line(
+        f"{prefix}samples per {each} per step", step.value, f"samples per step ÷ {name} replicas{_EVEN}", "samples"
+    )
     asked = f"{prefix}{'value' if found.role == Role.CRITIC else 'log-prob'} microbatches"
     many = _microbatches(settings, found, step, shared.name, asked, each)
     if found.role == Role.ACTOR and "log-prob" not in found.phases:
@@ -118,8 +133,9 @@ def model_lines(settings: TrainSettings, found: RoleLayout) -> list[LedgerLine]:
 def _microbatches(
     settings: TrainSettings, found: RoleLayout, share: Share, of: str, name: str, each: str
 ) -> list[LedgerLine]:
-    """The most microbatches of a replica and of all, as if every sample were the longest. The devices of a split sequence hold
-    ``tokens_per_microbatch`` each."""
+    """Microbatches of a replica and of all where every sample is the longest and replicas have as many of them, and the most
+    however long they are: ranks get samples by what these cost, so one may have more of shorter ones. The devices of a split
+    sequence hold ``tokens_per_microbatch`` each."""
     batch, own = settings.batch, settings.critic.tokens_per_microbatch if found.role == Role.CRITIC else None
     tokens = (own or batch.tokens_per_microbatch) * found.mesh.size("sp")
     longest = longest_sample_tokens(settings)
@@ -129,13 +145,28 @@ def _microbatches(
 
     larger = share.total % share.takers
     total = larger * most(share.most) + (share.takers - larger) * most(share.least)
-    fitting = min(max(1, tokens // longest), batch.samples_per_microbatch or share.most)
-    formula = f"at most: ⌈{of} ÷ {fitting}⌉, the longest samples that fit one"
+    fewest = fewest_in_full(longest, tokens, batch.samples_per_microbatch, batch.samples_per_prompt)
+    bound = most(share.total) if share.takers == 1 else (share.total + share.takers * (fewest - 1)) // fewest
     summed = f"the sum over {found.role} replicas" if larger else f"{name} per {each} × {found.role} replicas"
+    filled = "all as long as the longest" + ("" if share.takers == 1 else ", as many on each replica")
     return [
-        _line(f"{name} per {each}", most(share.most), formula, ""),
-        _line(f"{name} in all", total, f"at most: {summed}", ""),
+        _line(f"{name} per {each}", most(share.most), f"{_packed(settings, of, tokens // longest)}; {filled}", ""),
+        _line(f"{name} in all", total, f"{summed}; at most {bound} whatever the lengths", ""),
     ]
+
+
+def _packed(settings: TrainSettings, of: str, fitting: int) -> str:
+    """How ``most_microbatches`` comes to its number."""
+    batch, fitting = settings.batch, max(1, fitting)
+    group = batch.samples_per_prompt
+    if batch.samples_per_microbatch is not None or group == 1:
+        return f"⌈{of} ÷ {min(fitting, batch.samples_per_microbatch or fitting)}⌉, the longest samples that fit one"
+    whole, left = divmod(group, fitting)
+    rests = f"⌈prompts ÷ {fitting // left}⌉ for the {left} left of each" if left else ""
+    each = f"{whole} for each prompt, as {fitting} of its samples fit one" if whole else ""
+    if each and rests:
+        return f"{each}, and {rests}"
+    return each or f"⌈{of} ÷ {fitting // group * group}⌉, the longest samples that fit one, those of a prompt together"
 
 
 def _bubble(settings: TrainSettings, found: RoleLayout, prefix: str, microbatches: LedgerLine) -> Iterator[LedgerLine]:

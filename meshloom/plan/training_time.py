@@ -9,7 +9,7 @@ do not.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshloom.plan.arithmetic import Work, pass_cost
 from meshloom.plan.constants import Cluster, Constants
@@ -79,6 +79,30 @@ def microbatches(role: ModelRole, work: Work, *, updates: int = 1) -> int:
     by_tokens = math.ceil((work.packed or work.tokens) / replicas / updates / bound)
     by_samples = 0 if role.samples is None else ceil_div(samples, role.samples)
     return updates * max(1, by_tokens, by_samples)
+
+
+def passes_of_prompt(role: ModelRole, group: Sequence[float], work: Work, *, groups: float, updates: int = 1) -> float:
+    """How often a prompt is computed for a group of samples: once in each microbatch that has samples of it.
+
+    Samples of a group are in one microbatch as far as they fit; under a bound on samples they are dealt out one by one. Where
+    there are fewer groups than replicas, these share them.
+
+    Args:
+        role: whose microbatches they are.
+        group: tokens of each of its samples, prompt included.
+        work: of all groups in all updates, each prompt once.
+        groups: of an update.
+        updates: into which the work is cut evenly.
+    """
+    if role.samples is not None:
+        parts = microbatches(role, work, updates=updates) // updates
+    else:
+        parts, room = 0, 0.0
+        for tokens in group:
+            if tokens > room:
+                parts, room = parts + 1, float(role.bound or role.tokens)
+            room -= tokens
+    return min(len(group), max(parts, role.cut.replicas / max(1.0, groups)))
 
 
 def _passes(

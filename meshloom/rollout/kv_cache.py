@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshloom.config.errors import UserError
+from meshloom.plan.layer_kinds import latent_refusal
 from meshloom.rollout.prefix_tree import Found, PrefixTree
 
 SMALLEST_CAPACITY = 64
@@ -55,12 +55,7 @@ class CacheShape:
         """
         config = model.config.get_text_config()
         if getattr(config, "kv_lora_rank", None) is not None:
-            raise UserError(
-                "the embedded engine does not generate with latent attention (kv_lora_rank)",
-                where="rollout.engine",
-                why="its cache holds keys and values of one width for each head",
-                fix="rollout.engine=vllm, or a model of another family",
-            )
+            raise latent_refusal()
         heads = config.num_attention_heads
         weight = model.get_input_embeddings().weight
         return cls(

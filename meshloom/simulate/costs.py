@@ -4,7 +4,7 @@ Owns: the seconds of decoding, of training a step's very samples, of moving weig
 Always holds: formulas and constants are the plan's (``plan.time``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import add
@@ -21,6 +21,7 @@ from meshloom.plan.residency import EngineRole, ModelRole, Phase
 from meshloom.plan.reward_time import pass_time, scored_work, scores_meanwhile
 from meshloom.plan.shards import cached_values
 from meshloom.plan.time import decode_step, forward_time, movement_time, update_time
+from meshloom.plan.training_time import passes_of_prompt
 from meshloom.simulate.engine import Made
 from meshloom.simulate.replica import Speed
 
@@ -70,7 +71,7 @@ class Costs:
     engine: EngineRole
     replicas: int
     expected: Forecast
-    _known: dict[tuple[Phase, Work, tuple[Role, ...]], Spent] = field(default_factory=dict)
+    _known: dict[tuple[Phase, tuple[tuple[Role, Work], ...]], Spent] = field(default_factory=dict)
 
     @classmethod
     def of(cls, look: Look, lengths: Lengths) -> "Costs | None":
@@ -143,24 +144,21 @@ class Costs:
             return Spent(0.0, {}, False)
         lengths = [group.drawn.prompt + made for group in groups for made in group.drawn.trained]
         work = scored_work(len(lengths), sum(lengths) / max(1, len(lengths)))
-        found = self._known.get((Phase.SCORE, work, (Role.REWARD,)))
+        found = self._known.get((Phase.SCORE, ((Role.REWARD, work),)))
         if found is None:
             seconds = pass_time(self.settings, self.layout, work, self.cluster, self.constants).seconds
             own = not any(share_devices(reward, self.layout.role(role)) for role in (Role.ROLLOUT, Role.ACTOR))
             found = Spent(0.0 if own else seconds, {str(Role.REWARD): seconds}, not scores_meanwhile(self.layout))
-            self._known[Phase.SCORE, work, (Role.REWARD,)] = found
+            self._known[Phase.SCORE, ((Role.REWARD, work),)] = found
         return found
 
     def judging(self, groups: list[Made]) -> Spent:
         """Log-probs and values of a step's samples."""
-        work = work_of(groups)
-        return self._passes(Phase.LOGPROB, work) + self._passes(Phase.VALUES, work)
+        return self._passes(Phase.LOGPROB, groups) + self._passes(Phase.VALUES, groups)
 
     def learning(self, groups: list[Made], *, only_critic: bool = False) -> Spent:
         """The updates of a step: of all that learn, or of the critic, which learns alone while it warms up."""
-        work, epochs = work_of(groups), self.settings.batch.epochs_per_step
-        passes = reduce(add, [work] * epochs)
-        return self._passes(Phase.UPDATE, passes, (Role.CRITIC,) if only_critic else None)
+        return self._passes(Phase.UPDATE, groups, (Role.CRITIC,) if only_critic else None)
 
     @property
     def warmup_steps(self) -> int:
@@ -178,42 +176,62 @@ class Costs:
         """Seconds of a step beside its phases: records, packing, what offload moves."""
         return self.constants.beside_phases_s + sum(part.seconds for part in self.expected.offload)
 
-    def _passes(self, phase: Phase, work: Work, only: tuple[Role, ...] | None = None) -> Spent:
+    def _passes(self, phase: Phase, groups: list[Made], only: tuple[Role, ...] | None = None) -> Spent:
         """Of all roles in a phase, or of some; steps of the same lengths are counted once."""
-        roles = tuple(self.models) if only is None else only
-        found = self._known.get((phase, work, roles))
+        roles = [role for role in (only or self.models) if phase in self.models[role].computes]
+        learns = phase is Phase.UPDATE
+        batch = self.settings.batch
+        epochs, updates = (batch.epochs_per_step, most_updates(batch)) if learns else (1, 1)
+        works = {role: work_of(groups, self.models[role], epochs=epochs, updates=updates) for role in roles}
+        key = phase, tuple(works.items())
+        found = self._known.get(key)
         if found is None:
-            found = self._known[phase, work, roles] = self._price(phase, work, roles)
+            found = self._known[key] = self._price(phase, works, updates)
         return found
 
-    def _price(self, phase: Phase, work: Work, roles: tuple[Role, ...]) -> Spent:
+    def _price(self, phase: Phase, works: Mapping[Role, Work], updates: int) -> Spent:
         seconds: dict[str, float] = {}
-        for role in map(self.models.__getitem__, roles):
-            if phase not in role.computes:
-                continue
+        for role, work in works.items():
+            model = self.models[role]
             if phase is Phase.UPDATE:
-                updates = most_updates(self.settings.batch)
-                found = update_time(role, work, self.cluster, self.constants, updates=updates)
+                found = update_time(model, work, self.cluster, self.constants, updates=updates)
             else:
-                found = forward_time(role, work, self.cluster, self.constants, phase)
-            seconds[role.name] = found.seconds
+                found = forward_time(model, work, self.cluster, self.constants, phase)
+            seconds[model.name] = found.seconds
         of_groups = (sum(seconds.get(str(role), 0.0) for role in shared.roles) for shared in self.layout.shared)
         rollout = self.layout.role(Role.ROLLOUT)
-        among = any(share_devices(rollout, self.layout.role(role)) for role in self.models if str(role) in seconds)
+        among = any(share_devices(rollout, self.layout.role(role)) for role in works)
         return Spent(max(of_groups, default=0.0), seconds, among)
 
 
-def work_of(groups: list[Made]) -> Work:
-    """What a pass computes of groups, each of which shares its prompt."""
-    tokens = predictions = packed = 0
-    pairs = 0.0
-    for group in groups:
+def work_of(groups: list[Made], role: ModelRole, *, epochs: int = 1, updates: int = 1) -> Work:
+    """What the passes of a role compute of groups, each prompt as often as ``passes_of_prompt`` says.
+
+    Args:
+        groups: of a step.
+        role: that computes.
+        epochs: passes over all of them.
+        updates: into which these are cut evenly.
+    """
+    once = _work(groups, [1.0] * len(groups), epochs)
+    each = len(groups) * epochs / updates
+    lengths = [[float(group.drawn.prompt + length) for length in group.drawn.trained] for group in groups]
+    times = [passes_of_prompt(role, one, once, groups=each, updates=updates) for one in lengths]
+    return _work(groups, times, epochs)
+
+
+def _work(groups: list[Made], times: Sequence[float], epochs: int) -> Work:
+    """Of groups, each of whose prompts is computed so often."""
+    tokens = pairs = 0.0
+    predictions = packed = 0
+    for group, often in zip(groups, times, strict=True):
         prompt, responses = group.drawn.prompt, group.drawn.trained
         made = sum(responses)
-        tokens += prompt + made
+        tokens += often * prompt + made
         predictions += made
         packed += prompt * len(responses) + made
-        pairs += prompt * prompt / 2 + made * prompt + sum(length * length for length in responses) / 2
+        pairs += often * prompt * prompt / 2 + made * prompt + sum(length * length for length in responses) / 2
     lengths = {group.drawn.prompt + length for group in groups for length in group.drawn.trained}
     samples = sum(len(group.drawn.trained) for group in groups)
-    return Work(tokens, predictions, round(pairs), packed, samples, alike=len(lengths) == 1)
+    pass_of = Work(round(tokens), predictions, round(pairs), packed, samples, alike=len(lengths) == 1)
+    return reduce(add, [pass_of] * epochs)

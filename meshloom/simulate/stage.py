@@ -46,7 +46,7 @@ class Counts:
         slots_s: seconds of slots in use, over all replicas.
         waited_s: in which training waited for a rollout.
         synced_s: from the wish to move weights until they are there.
-        tokens: of prompts and responses, of greedy ones too.
+        tokens: of prompts and responses as a run counts them: a prompt in each sample, and greedy responses too.
         response_tokens: of all responses.
         samples: trained on.
         lags: how many samples were so many versions older than the weights that they began to train.
@@ -131,7 +131,7 @@ class VirtualStage:
         for made in batch:
             self.counts.lags.update(version - sampled for sampled in made.versions)
             self.counts.response_tokens += sum(made.drawn.responses)
-            self.counts.tokens += made.drawn.prompt + sum(made.drawn.responses)
+            self.counts.tokens += made.drawn.prompt * len(made.versions) + sum(made.drawn.responses)
             self.counts.samples += len(made.versions)
         is_warming_up = self.step < self.warmup_steps
         self._spend(self.costs.learning(batch, only_critic=is_warming_up))
