@@ -259,7 +259,7 @@ def judge_end(outcome: Outcome, code: int, text: str, limit_s: float) -> None:
 def left_behind(there: set[psutil.Process], shared: set[Path], scratch: Path, ports: Sequence[int]) -> list[str]:
     """What a run that has ended left: processes, shared memory, scratch files, open ports."""
     alive = [one for one in descendants() if one not in there and lives(one)]
-    faults = [f"process {one.pid} {' '.join(one.cmdline())[:60]}" for one in alive]
+    faults = [f"process {one.pid} {called(one)}" for one in alive]
     faults += [str(file) for file in set(Path("/dev/shm").iterdir()) - shared if not is_in_use(file)]
     faults += [f"scratch {file.name}" for file in scratch.iterdir()]
     for port in ports:
@@ -267,6 +267,13 @@ def left_behind(there: set[psutil.Process], shared: set[Path], scratch: Path, po
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 faults.append(f"port {port} is open")
     return faults
+
+
+def called(process: psutil.Process) -> str:
+    """The beginning of a process's command, if it has not just ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())[:60]
+    return "that has just ended"
 
 
 def is_in_use(file: Path) -> bool:

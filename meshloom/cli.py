@@ -26,6 +26,7 @@ from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.doctor_command import doctor_arguments, doctor_command
 from meshloom.given import KINDS, load_given, settings_arguments, verl_arguments
 from meshloom.launch_command import launch_arguments, launch_command
+from meshloom.observe.atomic import is_disk_full
 from meshloom.plan_command import plan_arguments, plan_command
 from meshloom.simulate_command import simulate_arguments, simulate_command
 
@@ -369,20 +370,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
-    except OSError as error:
+    except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_has_gone():
             return FAULT
-        if error.errno == errno.ENAMETOOLONG:
-            named = str(error.filename)
-            what = f"the file name {named[:40]}… has {len(named)} letters, more than a file system takes"
-            _tell(UserError(what, fix="the setting that names it takes a path"))
-            return BAD_INPUT
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        told = _in_words(error)
+        if told is None:
             raise
-        where = str(error.filename or "")
-        full = RunFault("the disk is full", where=where, why=str(error), fix="free some; a run goes on with --resume")
-        _tell(full)
-        return full.exit_code
+        _tell(told)
+        return told.exit_code
+
+
+def _in_words(error: Exception) -> UserError | None:
+    """What an error comes to that is the user's although it looks like the program's; none if it is the program's."""
+    where = str(error.filename or "") if isinstance(error, OSError) else ""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        what = f"the file name {where[:40]}… has {len(where)} letters, more than a file system takes"
+        return UserError(what, fix="the setting that names it takes a path")
+    if is_disk_full(error):
+        return RunFault("the disk is full", where=where, why=str(error), fix="free some; a run goes on with --resume")
+    return None
 
 
 def _reader_has_gone() -> bool:

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from meshloom.config.errors import RunFault, UserError
 from meshloom.train.checkpoint_store import (
@@ -270,8 +272,14 @@ def fills_with_text(folder: Path) -> None:
     Path("/dev/full").write_bytes(b"x")
 
 
+def fills_with_a_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(WordLevel({str(i): i for i in range(2**16)}, unk_token="0"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save("/dev/full")
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("fills", [fills_with_tensors, fills_with_text])
+@pytest.mark.parametrize("fills", [fills_with_tensors, fills_with_text, fills_with_a_tokenizer])
 def test_a_full_disk_is_told_plainly_and_costs_no_earlier_checkpoint(
     small_disk: Path, fills: Callable[[Path], None], asynchronous: bool
 ) -> None:

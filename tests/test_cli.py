@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import meshloom
 from meshloom.cli import main
@@ -230,11 +232,16 @@ def test_a_reader_that_has_gone_is_no_fault() -> None:
     assert (told.returncode, told.stderr) == (1, b"")
 
 
-def test_a_full_disk_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    """/dev/full refuses every write as a full disk does."""
+@pytest.mark.parametrize("library", [False, True])
+def test_a_full_disk_is_told_without_a_traceback(
+    library: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/dev/full refuses every write as a full disk does. A library in Rust raises no ``OSError``."""
     from meshloom import cli
 
     def write(args: object) -> int:
+        if library:
+            Tokenizer(WordLevel({"a": 0}, unk_token="a")).save("/dev/full")
         with open("/dev/full", "w") as file:
             file.write("x")
         return 0

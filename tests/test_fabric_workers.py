@@ -25,6 +25,7 @@ from meshloom.fabric.site import Peer
 from meshloom.fabric.stacks import python_stack, spied
 from meshloom.fabric.watch import Patience, Watch
 from meshloom.fabric.workers import Workers
+from meshloom.loop import remote
 from meshloom.samples.ragged import Samples
 from tests.fabric_hosts import Host
 
@@ -118,6 +119,16 @@ def test_a_group_dispatches_and_collects_as_its_verb_declares(two: Workers) -> N
     assert one_replica.call("total", {"numbers": [1, 2, 4]}, phase="test", deadline_s=60) == [7]
     with pytest.raises(ValueError, match="no verb 'hidden'"):
         replicas.call("hidden", phase="test", deadline_s=60)
+
+
+def test_a_disk_that_does_not_answer_ends_the_wait_for_a_checkpoint(
+    two: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the ranks that write had a deadline, and the looks had no end."""
+    monkeypatch.setattr(remote, "_SAVE_DEADLINE_S", 3.0)
+    group = WorkerGroup(two, GroupLayout.data_parallel([0, 1]), Host)
+    with pytest.raises(RunFault, match="not written within 3 s"):
+        remote.RemoteSnapshot(group, {}, None, "much").write(tmp_path)
 
 
 def test_a_rank_may_hear_where_the_store_is_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +253,29 @@ def test_a_host_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         LocalSite(["cpu"]) as site,
         pytest.raises(WorkerFault, match=r"(?s)No module named 'no_such_module'.*phase start"),
         Workers("no_such_module:Host", site=site, logs=tmp_path, collectives=False),
+    ):
+        pass
+    assert descendants() == before
+
+
+def test_an_error_is_told_though_the_log_s_disk_is_full(tmp_path: Path) -> None:
+    """The worker died of the line it could not write: what had gone wrong, most likely for the same disk, was lost."""
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    with (
+        pytest.raises(WorkerFault, match=r"(?s)raised OSError: .*No space left.*in __init__"),
+        workers_of(tmp_path, number=1, collectives=False),  # its host prints a line
+    ):
+        pass
+
+
+def test_workers_that_cannot_be_started_say_why(tmp_path: Path) -> None:
+    """Their attendant ended, and the controller knew no more than that its node was lost."""
+    (tmp_path / "file").touch()
+    before = descendants()
+    with (
+        LocalSite(["cpu"]) as site,
+        pytest.raises(WorkerFault, match=r"rank 0 .* could not be started: .*Not a directory"),
+        Workers(HOST, site=site, logs=tmp_path / "file" / "logs", collectives=False),
     ):
         pass
     assert descendants() == before

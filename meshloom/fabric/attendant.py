@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -163,7 +162,11 @@ class Attendant:
     def _do(self, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "launch":
-                self._launch(message)
+                try:
+                    self._launch(message)
+                except OSError as error:
+                    rank = message["seats"][0]["rank"]
+                    self._channel.send({"kind": "died", "rank": rank, "text": f"could not be started: {error}"})
             case "look":
                 threading.Thread(target=self._look, args=(message,), daemon=True).start()
             case "stop":
@@ -198,7 +201,7 @@ class Attendant:
 
     def _ask_for(self, seat: Mapping[str, Any], logs: Path, nursery: socket.socket) -> None:
         rank = int(seat["rank"])
-        stack = tempfile.TemporaryFile()  # noqa: SIM115
+        stack = open(os.memfd_create("stack"), "w+b")  # noqa: SIM115  # a full disk for scratch files is none of its business
         self._minded[rank] = _Minded(rank, _log_of(logs, seat), stack)
         place = {"host": self._channel.peer_host, "port": self._ticket.port, "secret": self._ticket.secret}
         with _open_log(logs, seat) as log:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,8 +55,9 @@ def serve_by(ticket: dict[str, Any]) -> None:
     channel = connect(ticket["host"], ticket["port"], bytes.fromhex(ticket["secret"]))
     worker = _Worker(channel, Seat(**ticket["seat"]))
     worker.serve()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Threads of libraries and of user code must not keep a process that is done.
     os._exit(0)
 
@@ -169,7 +171,8 @@ class _Worker:
 
     def _tell_error(self, message: dict[str, Any], error: Exception) -> None:
         text = _told(error)
-        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # the log's disk may be full: the controller is told all the same
+            print(text, file=sys.stderr, flush=True)
         written = error_fields(error) if isinstance(error, UserError) else None
         self._channel.send(
             {

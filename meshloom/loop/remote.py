@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from meshloom.config.errors import RunFault
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
 from meshloom.loop.held import HeldSamples
@@ -139,6 +140,7 @@ class RemoteSnapshot:
 
         Raises:
             WorkerFault: if a rank cannot write.
+            RunFault: if one has not written in time: a disk that does not answer holds its thread for ever.
         """
         for name, specs in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +148,13 @@ class RemoteSnapshot:
         for of_model in {(folder / name).parent for name in self.files} - {folder}:
             self.tokenizer.save_pretrained(of_model)
         self.group.call(f"write_{self.what}", {"folder": folder.absolute()}, phase="save", deadline_s=_SAVE_DEADLINE_S)
+        until = time.monotonic() + _SAVE_DEADLINE_S
         while not all(self.group.call("snapshot_written", phase="save", deadline_s=_SAVE_DEADLINE_S)):
+            if time.monotonic() > until:
+                what = f"a checkpoint was not written within {_SAVE_DEADLINE_S:g} s"
+                raise RunFault(
+                    what, where=str(folder), fix="see whether that disk answers; the run goes on with --resume"
+                )
             time.sleep(_LOOK_S)
 
 

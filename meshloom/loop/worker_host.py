@@ -8,8 +8,9 @@ into the folder that is named.
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,8 @@ class WorkerHost:
         """As ``write_snapshot``, of the reference."""
         snapshot, self._reference = self._reference, None
         if self._models[Role.REFERENCE].mesh.rank == 0:
-            write_config(self._models[Role.REFERENCE], folder)
+            with self._told_if_it_cannot_write():
+                write_config(self._models[Role.REFERENCE], folder)
         self._writing = self._writer.submit(snapshot.write, folder)
 
     @verb()
@@ -318,7 +320,8 @@ class WorkerHost:
         self._snapshot = None
         for model in self._trained:
             if model.mesh.rank == 0:
-                write_config(model, folder)
+                with self._told_if_it_cannot_write():
+                    write_config(model, folder)
         self._writing = self._writer.submit(snapshot.write, folder)
 
     @verb()
@@ -330,8 +333,14 @@ class WorkerHost:
         if not wait and not writing.done():
             return False
         self._writing = None
-        try:
+        with self._told_if_it_cannot_write():
             writing.result()
+        return True
+
+    @contextmanager
+    def _told_if_it_cannot_write(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise RunFault(
                 f"{self.seat} cannot write its part of a checkpoint",
@@ -339,7 +348,6 @@ class WorkerHost:
                 why=error.strerror or str(error),
                 fix="make room, or see that every node has the folder; the run goes on with --resume",
             ) from error
-        return True
 
     def close(self) -> None:
         """End the thread that writes, and give up what is on disk."""

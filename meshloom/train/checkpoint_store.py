@@ -10,7 +10,6 @@ SHA-256 is written last, and the folder is renamed. Whoever writes holds a lock 
 tell a dead writer's leftovers from a living one's work, in any container and whatever the process numbers are.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -26,10 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from safetensors import SafetensorError
-
 from meshloom.config.errors import RunFault, UserError
-from meshloom.observe.atomic import give_usual_modes
+from meshloom.observe.atomic import give_usual_modes, is_disk_full
 from meshloom.observe.lock import is_held
 from meshloom.plan.amounts import format_bytes
 from meshloom.plan.model_folder import refuse_pickles
@@ -283,8 +280,8 @@ class CheckpointStore:
                 _finish(aside, step, score)
                 aside.rename(self.folder / name)
                 _sync(self.folder)
-        except (OSError, SafetensorError) as error:
-            if _is_full(error):
+        except Exception as error:  # of whatever kind a library's is
+            if is_disk_full(error):
                 what = f"the disk is full: the checkpoint of step {step} could not be written"
                 fix = "free some room and resume; earlier checkpoints are untouched"
                 raise RunFault(what, where=str(self.folder), fix=fix) from error
@@ -328,14 +325,6 @@ class CheckpointStore:
         for entry in _folders(self.folder):
             if _ASIDE.fullmatch(entry.name) and not is_held(entry):
                 shutil.rmtree(entry)
-
-
-def _is_full(error: OSError | SafetensorError) -> bool:
-    """Whether a disk or quota is full; safetensors says the system's number of the error in its message only."""
-    numbers = (errno.ENOSPC, errno.EDQUOT)
-    if isinstance(error, OSError):
-        return error.errno in numbers
-    return any(f"(os error {number})" in str(error) for number in numbers)
 
 
 def _finish(aside: Path, step: int, score: float | None) -> None:
