@@ -235,8 +235,7 @@ _OPERATIONS_PER_CLOCK, _CLOCKS_TO_START = 3000.0, 2500.0
 
 
 def tiles_for(size: Size, part: Part, rows: int, most: int = 5) -> list[Tile]:
-    """What is worth trying: what a rough model says is fastest, at most two counts of pieces for each tile; two of
-    them with weights called for ahead."""
+    """What is worth trying: what a rough model says is fastest, at most two counts of pieces for each tile."""
     columns, inner = size.product(part)
     table = _GATED if part.kind is Kind.GATED else _PIECES
     found: list[tuple[float, Tile]] = []
@@ -245,8 +244,7 @@ def tiles_for(size: Size, part: Part, rows: int, most: int = 5) -> list[Tile]:
         some = [replace(tile, pieces=pieces) for pieces in counts if pieces <= inner // tile.depth // 2]
         clocks = [(_clocks(one, at_once, rows, columns, inner), one) for one in some]
         found += sorted(clocks, key=lambda pair: pair[0])[:2]
-    tiles = [tile for _, tile in sorted(found, key=lambda pair: pair[0])[:most]]
-    return [*tiles, *(replace(tile, ahead=4) for tile in tiles[:2])]
+    return [tile for _, tile in sorted(found, key=lambda pair: pair[0])[:most]]
 
 
 def _clocks(tile: Tile, at_once: int, rows: int, columns: int, inner: int) -> float:
@@ -262,12 +260,6 @@ def _clocks(tile: Tile, at_once: int, rows: int, columns: int, inner: int) -> fl
     return max(busiest, programs * steps * step_bytes / _BYTES_PER_CLOCK) + pieces_bytes / _BYTES_PER_CLOCK
 
 
-def one_choice(size: Size, part: Part, rows: int, tile: Tile, overlaps: bool) -> Choices:
-    """A part's product done with a tile."""
-    return all_choices(size, rows, {part: tile}, overlaps)
-
-
-def all_choices(size: Size, rows: int, tiles: Mapping[Part, Tile], overlaps: bool) -> Choices:
-    """Products done with tiles."""
-    table = {(part.kind, *size.product(part)): ((rows, tile),) for part, tile in tiles.items()}
-    return Choices(tiles=table, overlaps=overlaps)
+def choices_of(size: Size, rows: int, tiles: Mapping[Part, Tile]) -> Choices:
+    """Products of some parts done with tiles."""
+    return Choices(tiles={(part.kind, *size.product(part)): ((rows, tile),) for part, tile in tiles.items()})

@@ -5,48 +5,38 @@ Usage: python bench/gpu_decode_parts.py [--sizes 1.5b 0.5b 7b] [--rows 256 128 6
 Each part is a matrix product and the kernel behind it. It is recorded in a CUDA graph over weights that no cache holds and
 replayed; the figures are µs of one part, first quartiles, as those processes and others may use the device meanwhile.
 Candidates are compiled, and checked against float32, by processes beside this one; one that fails there is not timed. Then
-whole layers but for their attention, attention itself, and the head. Last, what was fastest, for the table in
-``meshloom/rollout/products.py``. The most important sizes come first, as the budget may end the script.
+whole layers but for their attention, attention itself, and the head. Last, what was fastest, if it makes whole layers faster,
+for the table in ``meshloom/rollout/products.py``. The most important sizes come first, as the budget may end the script.
 """
 
-import math
 import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from multiprocessing.pool import AsyncResult, Pool
-from typing import Any
+from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult
 
 import meshloom  # noqa: F401  sets the process up before torch is imported
 
 # isort: split
 import torch
-from decode_parts import SIZES, TINY_TILES, Layers, Part, PastTokens, all_choices, one_choice, tiles_for
+from decode_parts import SIZES, TINY_TILES, Layers, Part, PastTokens, choices_of, tiles_for
 from gpu_common import Budget, common_arguments, console, require_gpu, synchronize, versions_line
 from rich.console import Console
 from torch import Tensor
 
 from meshloom.rollout.paged_ops import TorchOps
-from meshloom.rollout.products import Attention, Choices, Tile
+from meshloom.rollout.products import Choices, Tile
 from meshloom.rollout.triton_ops import TritonOps
 
 ORDER = [("1.5b", 256), ("0.5b", 256), ("1.5b", 128), ("7b", 256), ("7b", 128), ("0.5b", 128)]
 MOST_ERROR = 0.01
+LEAST_GAIN = 0.96
+"""Of a layer's time, below which tiles are taken."""
 SEEN = 290
 PATIENCE_S = 25.0
-ATTENTION = [
-    Attention(skips=True),
-    Attention(skips=True, stages=5),
-    Attention(skips=True, tokens=32, stages=5),
-    Attention(skips=True, tokens=32, stages=7),
-    Attention(skips=True, stages=5, fills=6),
-    Attention(skips=True, tokens=32, stages=7, fills=6),
-    Attention(skips=True, tokens=32, stages=5, warps=2),
-    Attention(skips=True, stages=7),
-]
 COPIES = 24
 
 
@@ -58,16 +48,6 @@ class Job:
     rows: int
     part: Part
     tile: Tile
-    overlaps: bool
-
-
-@dataclass(frozen=True)
-class AttentionJob:
-    """A launch of attention to be compiled and checked."""
-
-    size: str
-    rows: int
-    how: Attention
 
 
 @dataclass(frozen=True)
@@ -84,22 +64,17 @@ def device_of(tiny: bool) -> tuple[torch.device, torch.dtype]:
     return (torch.device("cpu"), torch.float16) if tiny else (torch.device("cuda"), torch.bfloat16)
 
 
-def check(job: Job | AttentionJob) -> Checked:
+def check(job: Job) -> Checked:
     """Run a candidate once, on inputs of its own."""
     start = time.monotonic()
     device, dtype = device_of(job.size == "tiny")
     try:
         with torch.no_grad():
             size = SIZES[job.size]
-            if isinstance(job, AttentionJob):
-                past = PastTokens(size, job.rows, SEEN, 1, device)
-                expected = past.run(TritonOps(device, Choices()), 0).float()
-                error = distance(past.run(TritonOps(device, Choices(attention=job.how)), 0), expected)
-            else:
-                layers = Layers(size, job.rows, device, dtype, copies=1)
-                expected = layers.in_float32().run(TorchOps(), job.part, 0)
-                choices = one_choice(size, job.part, job.rows, job.tile, job.overlaps)
-                error = distance(layers.run(TritonOps(device, choices), job.part, 0), expected)
+            layers = Layers(size, job.rows, device, dtype, copies=1)
+            expected = layers.in_float32().run(TorchOps(), job.part, 0)
+            choices = choices_of(size, job.rows, {job.part: job.tile})
+            error = distance(layers.run(TritonOps(device, choices), job.part, 0), expected)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     except Exception as problem:  # noqa: BLE001  whatever a candidate fails with is its result
@@ -154,105 +129,77 @@ class Group:
     size: str
     rows: int
     tiny: bool
-    checked: Mapping[Job | AttentionJob, AsyncResult | Checked]
+    checked: Mapping[Job, AsyncResult | Checked]
 
     def measure(self, budget: Budget) -> dict[Part, Tile]:
-        """Print the parts, then whole layers; returns the tiles that beat the library."""
+        """Print the parts, then whole layers; returns the tiles that beat the library in them."""
         device, dtype = device_of(self.tiny)
         self._layers = Layers(SIZES[self.size], self.rows, device, dtype, COPIES)
         best: dict[Part, Tile] = {}
         for part in Part:
             if budget.left_s == 0:
                 break
-            now, to_beat = self._now(part)
+            now = self._now(part)
             times = self._candidates(part, now, budget)
-            if times and min(times.values()) < to_beat:
+            if times and min(times.values()) < now:
                 best[part] = min(times, key=times.__getitem__)
-        self._whole(best)
-        return best
+        return best if self._is_faster(best) else {}
 
-    def _time(self, choices: Choices, work: Callable[[TritonOps, int], object], count: int, name: str) -> float:
-        """µs of a piece of work; endless, and why is printed, if it fails."""
+    def _time(self, choices: Choices, work: Callable[[TritonOps, int], object], count: int) -> float:
+        """µs of a piece of work."""
         ops = TritonOps(self._layers.x_TE.device, choices)
-        try:
-            return microseconds(lambda number: work(ops, number), count, self.tiny)
-        except Exception as problem:  # noqa: BLE001  the others are measured still
-            self.out.print(f"{name}: {type(problem).__name__}: {str(problem)[:300]}", markup=False)
-            return float("inf")
+        return microseconds(lambda number: work(ops, number), count, self.tiny)
 
-    def _part(self, part: Part, choices: Choices, name: str) -> float:
-        return self._time(choices, lambda ops, number: self._layers.run(ops, part, number), COPIES, name)
+    def _part(self, part: Part, choices: Choices) -> float:
+        return self._time(choices, lambda ops, number: self._layers.run(ops, part, number), COPIES)
 
     def _line(self, name: str, took: float, now: float, more: str = "") -> None:
         start = f"{self.size} {self.rows:>4}  {name:<74}"
         self.out.print(f"{start} {took:8.2f} µs  {now / took:5.2f}×  {more}", markup=False, soft_wrap=True)
 
-    def _now(self, part: Part) -> tuple[float, float]:
-        """Print what the library takes; returns that, and the better of it and what it takes overlapped."""
-        now = self._part(part, Choices(), "now")
+    def _now(self, part: Part) -> float:
+        """Print what the library takes; returns it."""
+        now = self._part(part, Choices())
         self._line(f"{part}: now", now, now)
-        if self.tiny:
-            return now, now
-        overlapped = self._part(part, Choices(overlaps=True), "now, overlapped")
-        self._line(f"{part}: now, overlapped", overlapped, now)
-        with library("cublaslt"):
-            self._line(f"{part}: now, cublasLt", self._part(part, Choices(), "cublasLt"), now)
-        return now, min(now, overlapped)
+        if not self.tiny:
+            with library("cublaslt"):
+                self._line(f"{part}: now, cublasLt", self._part(part, Choices()), now)
+        return now
 
     def _candidates(self, part: Part, now: float, budget: Budget) -> dict[Tile, float]:
         """Print the candidates; returns their times."""
         times: dict[Tile, float] = {}
         for job, result in self.checked.items():
-            if isinstance(job, AttentionJob) or (job.size, job.rows, job.part) != (self.size, self.rows, part):
+            if (job.size, job.rows, job.part) != (self.size, self.rows, part):
                 continue
             found, name = _result(result, budget), f"{part}: {_short(job.tile)}"
             if found.failure:
                 self.out.print(f"{self.size} {self.rows:>4}  {name}: {found.failure}", markup=False)
                 continue
-            choices = one_choice(SIZES[self.size], part, self.rows, job.tile, job.overlaps)
-            times[job.tile] = self._part(part, choices, name)
+            times[job.tile] = self._part(part, choices_of(SIZES[self.size], self.rows, {part: job.tile}))
             self._line(name, times[job.tile], now, f"off by {found.error:.4f}, {found.seconds:.1f} s to compile")
         return times
 
-    def _whole(self, best: dict[Part, Tile]) -> None:
-        """Layers as they are now, overlapped, and with the best tiles."""
+    def _is_faster(self, best: dict[Part, Tile]) -> bool:
+        """Print layers as they are now and with the best tiles; whether those save enough to be no chance."""
         layers, size, device = self._layers, SIZES[self.size], self._layers.x_TE.device
         count = 1 if self.tiny else 8
         expected = layers.in_float32().run_all(TorchOps(), 1)
-        now = None
-        for name, choices in {
-            "now": Choices(),
-            "now, overlapped": Choices(overlaps=not self.tiny),
-            "best tiles": all_choices(size, self.rows, best, False),
-            "best tiles, overlapped": all_choices(size, self.rows, best, not self.tiny),
-            "best gated alone, overlapped": all_choices(
-                size, self.rows, {part: best[part] for part in best if part is Part.GATE_UP}, not self.tiny
-            ),
-        }.items():
-            took = self._time(choices, lambda ops, _: layers.run_all(ops, count), 1, name) / count
-            now = took if now is None else now
-            if not math.isfinite(took):
-                continue
+        times = []
+        for name, choices in {"now": Choices(), "best tiles": choices_of(size, self.rows, best)}.items():
+            times.append(self._time(choices, lambda ops, _: layers.run_all(ops, count), 1) / count)
             error = distance(layers.run_all(TritonOps(device, choices), 1), expected)
-            saved = f"off by {error:.4f}, {(now - took) * size.layers / 1e3:.3f} ms a step saved"
-            self._line(f"layer without attention: {name}", took, now, saved)
+            saved = f"off by {error:.4f}, {(times[0] - times[-1]) * size.layers / 1e3:.3f} ms a step saved"
+            self._line(f"layer without attention: {name}", times[-1], times[0], saved)
+        return times[-1] < LEAST_GAIN * times[0]
 
-    def attention(self, budget: Budget) -> None:
-        """Attention with several launches, and the head with both libraries."""
+    def attention(self) -> None:
+        """Attention, and the head with both libraries."""
         size, device = SIZES[self.size], self._layers.x_TE.device
         past = PastTokens(size, self.rows, SEEN, 3, device)
         needed = 2 * SEEN * self.rows * size.kv_heads * size.head_dim * 2
-        now = self._time(Choices(), past.run, 6, "attention")
+        now = self._time(Choices(), past.run, 6)
         self._line(f"attention, {SEEN} tokens: now", now, now, f"{needed / now / 1e6:.2f} TB/s")
-        for job, result in self.checked.items():
-            if not isinstance(job, AttentionJob) or (job.size, job.rows) != (self.size, self.rows):
-                continue
-            found, name = _result(result, budget), f"attention: {_short(job.how)}"
-            if found.failure:
-                self.out.print(f"{self.size} {self.rows:>4}  {name}: {found.failure}", markup=False)
-                continue
-            took = self._time(Choices(attention=job.how), past.run, 6, name)
-            self._line(name, took, now, f"{needed / took / 1e6:.2f} TB/s")
         weight = torch.randn(size.vocabulary, size.hidden, device=device, dtype=torch.bfloat16)
         x = self._layers.x_TE
         for name in ("cublas", "cublaslt"):
@@ -270,18 +217,16 @@ def _result(result: AsyncResult | Checked, budget: Budget) -> Checked:
         return Checked(float("nan"), "not ready in time", 0.0)
 
 
-def _short(some: Tile | Attention) -> str:
+def _short(some: Tile) -> str:
     return " ".join(f"{name}={value}" for name, value in vars(some).items())
 
 
-def jobs_for(groups: Sequence[tuple[str, int]], overlaps: bool) -> list[Job | AttentionJob]:
-    found: list[Job | AttentionJob] = []
+def jobs_for(groups: Sequence[tuple[str, int]]) -> list[Job]:
+    found: list[Job] = []
     for size, rows in groups:
         for part in Part:
             tiles = TINY_TILES[part.kind] if size == "tiny" else tiles_for(SIZES[size], part, rows)
-            found += [Job(size, rows, part, tile, overlaps) for tile in tiles]
-        if size != "tiny" and rows <= 256:
-            found += [AttentionJob(size, rows, how) for how in ATTENTION[: 8 if rows == 256 else 4]]
+            found += [Job(size, rows, part, tile) for tile in tiles]
     return found
 
 
@@ -307,36 +252,21 @@ def main() -> None:
     out, budget = console(), Budget(options.budget_s)
     if options.tiny:
         groups = [("tiny", 16)]
-        jobs = jobs_for(groups, overlaps=False)
-        measure(out, budget, groups, {job: check(job) for job in jobs}, tiny=True)
+        measure(out, budget, groups, {job: check(job) for job in jobs_for(groups)}, tiny=True)
         return
     # Workers are forked before this process touches the GPU: each has a context of its own, and imports nothing again.
     with multiprocessing.get_context("fork").Pool(options.workers) as pool:
-        measure(out, budget, groups, submitted(pool, groups), tiny=False)
+        checked = {job: pool.apply_async(check, (job,)) for job in jobs_for(groups)}
+        measure(out, budget, groups, checked, tiny=False)
         out.print(versions_line())
         pool.terminate()
-
-
-def submitted(pool: Pool, groups: Sequence[tuple[str, int]]) -> dict[Job | AttentionJob, AsyncResult | Checked]:
-    """All candidates, on their way; not overlapped if the first one then fails."""
-    first = jobs_for(groups, overlaps=True)[0]
-    probe: AsyncResult = pool.apply_async(check, (first,))
-    plain = replace(first, overlaps=False)
-    others: dict[Job | AttentionJob, Any] = {
-        job: pool.apply_async(check, (job,)) for job in jobs_for(groups, overlaps=True)[1:]
-    }
-    found = probe.get(timeout=60)
-    if not found.failure:
-        return {first: found, **others}
-    print(f"overlapped, {_short(first.tile)} fails: {found.failure}; the rest is not overlapped", flush=True)
-    return {job: pool.apply_async(check, (job,)) for job in [plain, *jobs_for(groups, overlaps=False)[1:]]}
 
 
 def measure(
     out: Console,
     budget: Budget,
     groups: Sequence[tuple[str, int]],
-    checked: Mapping[Job | AttentionJob, AsyncResult | Checked],
+    checked: Mapping[Job, AsyncResult | Checked],
     tiny: bool,
 ) -> None:
     require_gpu(tiny)
@@ -349,7 +279,7 @@ def measure(
             group = Group(out, size, count, tiny, checked)
             found[size, count] = group.measure(budget)
             if not tiny and count <= 256 and budget.left_s > 3:
-                group.attention(budget)
+                group.attention()
             out.print(f"– {budget.left_s:.0f} s left", markup=False)
     out.print("faster than the library, with what is behind the product:", *entries(found), sep="\n", soft_wrap=True)
 

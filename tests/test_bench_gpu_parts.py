@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -244,10 +244,10 @@ def test_tiles_of_a_decode_step_are_checked_and_told_as_the_table_has_them(bench
     """Compiled and compared beside the timing; what was fastest comes out as lines that ``Choices`` takes."""
     parts, shapes = bench("gpu_decode_parts"), bench("decode_parts")
     tile = shapes.TINY_TILES[shapes.Kind.GATED][0]
-    right = parts.check(parts.Job("tiny", 16, shapes.Part.GATE_UP, tile, False))
-    wrong = parts.check(parts.Job("tiny", 16, shapes.Part.GATE_UP, tile, True))
+    right = parts.check(parts.Job("tiny", 16, shapes.Part.GATE_UP, tile))
+    wrong = parts.check(parts.Job("tiny", 16, shapes.Part.GATE_UP, replace(tile, columns=33)))
     assert not right.failure and right.error < 1e-3
-    assert wrong.failure or torch.cuda.is_available()
+    assert wrong.failure
     lines = parts.entries({("tiny", 16): {shapes.Part.GATE_UP: tile}, ("tiny", 32): {shapes.Part.GATE_UP: tile}})
     table = eval("{" + "".join(lines) + "}", {"Kind": shapes.Kind, "Tile": shapes.Tile})
     assert table == {(shapes.Kind.GATED, 256, 64): ((16, tile), (32, tile))}

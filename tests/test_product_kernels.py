@@ -28,13 +28,13 @@ def test_a_gated_product(is_gelu, extra):
     """Neither the rows nor the columns fill the last tile."""
     x, weight = normal(19, 96), normal(2 * 50, 96)
     tile = Tile(rows=16, columns=32, extra=extra, depth=32, warps=4, stages=2)
-    ours = gated_product(x, weight, tile, is_gelu=is_gelu, overlaps=False)
+    ours = gated_product(x, weight, tile, is_gelu=is_gelu)
     torch.testing.assert_close(ours, TorchOps().gated_product(x, weight, is_gelu), rtol=1e-4, atol=1e-4)
 
 
 def test_a_gated_product_rounds_gates_and_ups_where_two_kernels_do():
     x, weight = normal(16, 64, dtype=torch.float16), normal(2 * 32, 64, dtype=torch.float16)
-    ours = gated_product(x, weight, TILE, is_gelu=False, overlaps=False)
+    ours = gated_product(x, weight, TILE, is_gelu=False)
     two = TritonOps(DEVICE).gated(linear(x.float(), weight.float()).half(), False)
     assert (ours == two).float().mean() > 0.99
 
@@ -44,7 +44,7 @@ def test_a_product_in_pieces(pieces):
     """Seven blocks of the inner width: in five pieces of at most two blocks each, a fifth would be empty."""
     x, weight = normal(19, 224), normal(50, 224)
     tile = Tile(rows=16, columns=32, depth=32, pieces=pieces, warps=4, stages=2)
-    ours = product_in_pieces(x, weight, tile, overlaps=False)
+    ours = product_in_pieces(x, weight, tile)
     assert len(ours) == {1: 1, 3: 3, 5: 4}[pieces]
     torch.testing.assert_close(ours.sum(0), linear(x, weight), rtol=1e-4, atol=1e-4)
 

@@ -6,14 +6,14 @@ reads a size from it, so all can be captured in a graph; sums are in float32.
 The cache of one layer is [pages, 2, K, P, D], keys before values; kernels get its address from a table on the device, so
 a captured graph survives a cache that moved.
 
-Legend: T tokens, H query heads, K key-value heads, G queries per key-value head, P tokens of a page, B of them, D width of a
+Legend: T tokens, H query heads, K key-value heads, G queries per key-value head, P tokens of a page, D width of a
 head, E hidden width, F width of the feed-forward layer.
 """
 
 import triton
 import triton.language as tl
 
-from meshloom.rollout.product_kernels import activated, after_previous, sum_of_pieces
+from meshloom.rollout.product_kernels import activated, sum_of_pieces
 
 _LOG2E = 1.4426950408889634
 
@@ -37,7 +37,7 @@ def _normed(wide, weight_ptr, col, inside, eps, E, GEMMA: tl.constexpr):
 def sum_rms_norm_kernel(
     x_ptr, y_ptr, residual_ptr, weight_ptr, x_norm_ptr, y_norm_ptr, out_ptr, rounded_ptr, eps, E, stride,
     NUM: tl.constexpr, X_NORM: tl.constexpr, Y_NORM: tl.constexpr, KEEP: tl.constexpr, GEMMA: tl.constexpr,
-    BLOCK: tl.constexpr, X_PIECES: tl.constexpr, Y_PIECES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, X_PIECES: tl.constexpr, Y_PIECES: tl.constexpr,
 ):  # fmt: skip
     """A row: the root-mean-square norm of ``residual``, plus ``x`` (NUM 1), plus ``y`` (NUM 2).
 
@@ -48,7 +48,6 @@ def sum_rms_norm_kernel(
     X_PIECES and Y_PIECES: how many pieces in float32, each ``stride`` numbers, ``x`` and ``y`` are the rounded sums of; 0 if
     they are tensors like the residual. The rounded sum of the pieces of ``x`` goes to ``rounded``.
     """
-    after_previous(OVERLAP)
     start = tl.program_id(0).to(tl.int64) * E
     col = tl.arange(0, BLOCK)
     inside = col < E
@@ -85,7 +84,7 @@ def rope_store_kernel(
     eps, layer, stride,
     H: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     NORM: tl.constexpr, GEMMA: tl.constexpr, KEEP_KEY: tl.constexpr,
-    PIECES: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    PIECES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """One token: norm (with NORM) and rotate its queries in place, write its keys and values into the cache.
 
@@ -93,7 +92,6 @@ def rope_store_kernel(
     to where they came from with KEEP_KEY. HEADS is H + 2K rounded up to a power of two. With PIECES, ``qkv`` is only written
     to: its values before are the rounded sums of so many pieces in float32, each ``stride`` numbers, and with BIAS a bias.
     """
-    after_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = D // 2
     head = tl.arange(0, HEADS)[:, None]
@@ -164,15 +162,12 @@ def decode_attention_kernel(
     qkv_ptr, out_ptr, partial_ptr, stat_ptr, pool_ptr, table_ptr, seen_ptr,
     scale, layer, table_stride, window,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    B: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    SKIPS: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, one key-value head, one split of its blocks of B tokens: attention of the G queries of its newest token.
+    """One sequence, one key-value head, one split of its pages: attention of the G queries of its newest token.
 
-    ``seen`` is how many tokens the sequence has, the newest included; 0 for a row that is not in use, whose output is 0. With
-    SKIPS the keys of the last block that are not there are not read.
+    ``seen`` is how many tokens the sequence has, the newest included; 0 for a row that is not in use, whose output is 0.
     """
-    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -180,15 +175,14 @@ def decode_attention_kernel(
     start = 0
     if WINDOW:
         start = tl.maximum(seen - window, 0)
-    first = start // B
-    last = (seen + B - 1) // B
+    first = start // P
+    last = (seen + P - 1) // P
     per_split = (last - first + SPLITS - 1) // SPLITS
     begin = first + split * per_split
     end = tl.minimum(begin + per_split, last)
     g = tl.arange(0, GP)
     d = tl.arange(0, D)
-    tok = tl.arange(0, B)
-    per_page: tl.constexpr = P // B
+    tok = tl.arange(0, P)
     q_at = qkv_ptr + (row * (H + 2 * K) + kv_head * G) * D
     q = tl.load(q_at + g[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0)
     pool = _layer_of(pool_ptr, layer, qkv_ptr.dtype.element_ty)
@@ -196,12 +190,11 @@ def decode_attention_kernel(
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, D], tl.float32)
     for i in range(begin, end):
-        page = tl.load(table_ptr + row * table_stride + i // per_page).to(tl.int64)
-        block = pool + (page * (2 * K) + kv_head) * (P * D) + (i % per_page) * (B * D)
-        position = i * B + tok
-        key_at = block + tok[None, :] * D + d[:, None]
-        key = tl.load(key_at, mask=(position < seen)[None, :], other=0.0) if SKIPS else tl.load(key_at)
+        page = tl.load(table_ptr + row * table_stride + i).to(tl.int64)
+        cells = pool + (page * (2 * K) + kv_head) * (P * D)
+        position = i * P + tok
         valid = position < seen
+        key = tl.load(cells + tok[None, :] * D + d[:, None], mask=valid[None, :], other=0.0)
         if WINDOW:
             valid = valid & (position >= start)
         score = tl.dot(q, key, input_precision=PRECISION) * scale
@@ -210,7 +203,7 @@ def decode_attention_kernel(
         weight = tl.exp2(score - top[:, None])
         shrink = tl.exp2(highest - top)
         # What the mask hides may be uninitialised, and zero times NaN is NaN.
-        value = tl.load(block + K * P * D + tok[:, None] * D + d[None, :], mask=(position < seen)[:, None], other=0.0)
+        value = tl.load(cells + K * P * D + tok[:, None] * D + d[None, :], mask=(position < seen)[:, None], other=0.0)
         acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
         total = total * shrink + tl.sum(weight, 1)
         highest = top
@@ -220,9 +213,8 @@ def decode_attention_kernel(
 
 
 @triton.jit
-def combine_kernel(partial_ptr, stat_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr):
+def combine_kernel(partial_ptr, stat_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr):
     """One query head: the attention output from that of its splits."""
-    after_previous(OVERLAP)
     head = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, D)
@@ -237,9 +229,8 @@ def combine_kernel(partial_ptr, stat_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.c
 
 
 @triton.jit
-def gated_kernel(gate_up_ptr, out_ptr, F, GELU: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def gated_kernel(gate_up_ptr, out_ptr, F, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """Part of a row: act(gate) × up."""
-    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < F

@@ -14,27 +14,6 @@ import triton.language as tl
 
 
 @triton.jit
-def after_previous(OVERLAP: tl.constexpr):
-    """With OVERLAP, wait for the kernel before, and let the kernel behind be launched meanwhile.
-
-    That one waits in turn until this one has ended, so every kernel that is launched so must begin with this.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _call_for(w_row, AHEAD: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Bring the first AHEAD blocks of rows of a weight into the device's cache. Nothing waits for them."""
-    for block in tl.static_range(AHEAD):
-        at = (w_row + block * BLOCK_K).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def activated(x, GELU: tl.constexpr):
     """SiLU, or GELU in its tanh form, of float32."""
     if GELU:
@@ -68,23 +47,18 @@ def _store_gated(acc, out_ptr, row, first, M, F, GELU: tl.constexpr, ROWS: tl.co
 def gated_product_kernel(
     x_ptr, w_ptr, out_ptr, M, F, K,
     GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXTRA: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of act(x gateᵀ) × (x upᵀ), of ``w`` [2F, K], gates first. COLUMNS and EXTRA count those of gates and ups.
 
-    K is a multiple of BLOCK_K. Tiles of the same columns are neighbours, so their weights are read once. With OVERLAP the first
-    AHEAD blocks of the weights, which no kernel changes, are called for while the kernel before still runs.
+    K is a multiple of BLOCK_K. Tiles of the same columns are neighbours, so their weights are read once.
     """
     num_rows = tl.cdiv(M, ROWS)
     row = (tl.program_id(0) % num_rows) * ROWS + tl.arange(0, ROWS)
     first = (tl.program_id(0) // num_rows) * ((COLUMNS + EXTRA) // 2)
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + tl.minimum(row, M - 1).to(tl.int64)[:, None] * K + k[None, :]
-    w_rows = _gated_rows(w_ptr, first, F, K, COLUMNS)
-    if OVERLAP:
-        _call_for(w_rows, AHEAD, BLOCK_K)
-    after_previous(OVERLAP)
-    w_at = w_rows[None, :] + k[:, None]
+    w_at = _gated_rows(w_ptr, first, F, K, COLUMNS)[None, :] + k[:, None]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     if EXTRA > 0:
         more_at = _gated_rows(w_ptr, first + COLUMNS // 2, F, K, EXTRA)[None, :] + k[:, None]
@@ -105,24 +79,16 @@ def gated_product_kernel(
 @triton.jit(do_not_specialize=["M", "steps"])
 def pieces_kernel(
     x_ptr, w_ptr, out_ptr, M, N, K, steps,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one piece of x wᵀ, of ``w`` [N, K]: the sum over ``steps`` blocks of K. Output [S, M, N] in float32.
-
-    AHEAD as in ``gated_product_kernel``.
-    """
+    """A tile of one piece of x wᵀ, of ``w`` [N, K]: the sum over ``steps`` blocks of K. Output [S, M, N] in float32."""
     num_rows = tl.cdiv(M, ROWS)
     piece = tl.program_id(1)
     row = (tl.program_id(0) % num_rows) * ROWS + tl.arange(0, ROWS)
     col = (tl.program_id(0) // num_rows) * COLUMNS + tl.arange(0, COLUMNS)
     k = piece * steps * BLOCK_K + tl.arange(0, BLOCK_K)
     x_at = x_ptr + tl.minimum(row, M - 1).to(tl.int64)[:, None] * K + k[None, :]
-    w_rows = w_ptr + tl.minimum(col, N - 1).to(tl.int64) * K
-    if OVERLAP:
-        _call_for(w_rows + piece * steps * BLOCK_K, AHEAD, BLOCK_K)
-    after_previous(OVERLAP)
-    w_at = w_rows[None, :] + k[:, None]
+    w_at = w_ptr + tl.minimum(col, N - 1).to(tl.int64)[None, :] * K + k[:, None]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for _ in range(tl.minimum(steps, K // BLOCK_K - piece * steps)):
         acc = tl.dot(tl.load(x_at), tl.load(w_at), acc, input_precision=PRECISION)

@@ -39,7 +39,6 @@ class Tile:
         pieces: of K, each summed up by a program of its own.
         warps: of a program.
         stages: blocks of K on their way at once.
-        ahead: blocks of K whose weights are called for while the kernel before still runs, where kernels overlap.
     """
 
     rows: int
@@ -49,31 +48,10 @@ class Tile:
     pieces: int = 1
     warps: int = 8
     stages: int = 4
-    ahead: int = 0
 
 
 Shape = tuple[Kind, int, int]
 """Kind, N and K of a product."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attention:
-    """How attention over pages is launched.
-
-    Args:
-        warps: of a program.
-        tokens: of a page that are read at once, a power of two of at least 16; a whole page if it has no more.
-        stages: of Triton's pipeline, if shared memory holds so many blocks. Where a block is depends on the table of pages,
-            so that of s stages (s − 1) / 2 blocks are on their way.
-        fills: programs for each processor of the device that are wanted at least.
-        skips: whether what is not there of a last block is left unread.
-    """
-
-    warps: int = 4
-    tokens: int = 1024
-    stages: int = 3
-    fills: int = 3
-    skips: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +60,9 @@ class Choices:
 
     Args:
         tiles: of a product, each for so many rows down to just above half of them; for other numbers it is the library's.
-        overlaps: whether a kernel is launched while the one before still runs, and waits on the device.
-        attention: how it is launched.
     """
 
     tiles: Mapping[Shape, tuple[tuple[int, Tile], ...]] = field(default_factory=dict)
-    overlaps: bool = False
-    attention: Attention = Attention()
 
     def tile(self, kind: Kind, x_TK: Tensor, weight_NK: Tensor) -> Tile | None:
         """How to cut a product up; none: the library does it."""
@@ -100,7 +74,43 @@ class Choices:
         return None
 
 
-MEASURED: Mapping[tuple[int, int], Choices] = {}
+MEASURED: Mapping[tuple[int, int], Choices] = {
+    (9, 0): Choices(
+        tiles={
+            (Kind.PIECES, 1152, 896): (
+                (64, Tile(rows=64, columns=64, pieces=5, warps=4, stages=6)),
+                (128, Tile(rows=64, columns=128, pieces=5, warps=4)),
+            ),
+            (Kind.PIECES, 896, 896): (
+                (64, Tile(rows=64, columns=64, pieces=5, warps=4, stages=6)),
+                (128, Tile(rows=64, columns=128, pieces=5, warps=4)),
+            ),
+            (Kind.GATED, 9728, 896): (
+                (64, Tile(rows=64, columns=64, extra=16, warps=4, stages=5)),
+                (128, Tile(rows=128, columns=64, extra=16, warps=4)),
+            ),
+            (Kind.PIECES, 896, 4864): (
+                (64, Tile(rows=64, columns=64, pieces=8, warps=4, stages=6)),
+                (128, Tile(rows=128, columns=64, pieces=8, warps=4)),
+            ),
+            (Kind.PIECES, 2048, 1536): (
+                (64, Tile(rows=64, columns=64, pieces=3, warps=4, stages=6)),
+                (128, Tile(rows=128, columns=64, pieces=3, warps=4)),
+            ),
+            (Kind.PIECES, 1536, 1536): (
+                (64, Tile(rows=64, columns=64, pieces=4, warps=4, stages=6)),
+                (128, Tile(rows=64, columns=128, pieces=4, warps=4)),
+            ),
+            (Kind.GATED, 17920, 1536): (
+                (64, Tile(rows=64, columns=128, extra=16, warps=4, stages=7)),
+                (128, Tile(rows=128, columns=128, extra=16, stages=6)),
+            ),
+            (Kind.PIECES, 1536, 8960): ((64, Tile(rows=64, columns=64, pieces=5, warps=4, stages=6)),),
+            (Kind.PIECES, 3584, 3584): ((64, Tile(rows=64, columns=64, pieces=2, warps=4, stages=6)),),
+            (Kind.GATED, 37888, 3584): ((64, Tile(rows=64, columns=64, extra=16, warps=4, stages=5)),),
+        }
+    )
+}
 """By compute capability: where ``bench/gpu_decode_parts.py`` has found our own to be faster."""
 
 
@@ -111,12 +121,7 @@ def choices_for(device: torch.device) -> Choices:
     return MEASURED.get(torch.cuda.get_device_capability(device), Choices())
 
 
-def launch_options(overlaps: bool) -> dict[str, bool]:
-    """Options of the launch of a kernel that begins with ``after_previous``."""
-    return {"launch_pdl": True} if overlaps else {}
-
-
-def gated_product(x_TK: Tensor, weight_NK: Tensor, tile: Tile, *, is_gelu: bool, overlaps: bool) -> Tensor:
+def gated_product(x_TK: Tensor, weight_NK: Tensor, tile: Tile, *, is_gelu: bool) -> Tensor:
     """act(gate) × up, [T, F], of a weight [2F, K] with the gates first."""
     tokens, (columns, inner) = len(x_TK), weight_NK.shape
     out = torch.empty(tokens, columns // 2, dtype=x_TK.dtype, device=x_TK.device)
@@ -124,14 +129,12 @@ def gated_product(x_TK: Tensor, weight_NK: Tensor, tile: Tile, *, is_gelu: bool,
     product_kernels.gated_product_kernel[(programs,)](
         x_TK, weight_NK, out, tokens, columns // 2, inner,
         GELU=is_gelu, ROWS=tile.rows, COLUMNS=tile.columns, EXTRA=tile.extra, BLOCK_K=tile.depth,
-        AHEAD=min(tile.ahead, inner // tile.depth),
-        PRECISION=_precision(x_TK), OVERLAP=overlaps, num_warps=tile.warps, num_stages=tile.stages,
-        **launch_options(overlaps),
+        PRECISION=_precision(x_TK), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
 
-def product_in_pieces(x_TK: Tensor, weight_NK: Tensor, tile: Tile, *, overlaps: bool) -> Tensor:
+def product_in_pieces(x_TK: Tensor, weight_NK: Tensor, tile: Tile) -> Tensor:
     """Pieces [S, T, N] in float32 whose sum is x weightᵀ; none is empty."""
     tokens, (columns, inner) = len(x_TK), weight_NK.shape
     blocks = inner // tile.depth
@@ -139,10 +142,8 @@ def product_in_pieces(x_TK: Tensor, weight_NK: Tensor, tile: Tile, *, overlaps: 
     out = torch.empty(cdiv(blocks, steps), tokens, columns, dtype=torch.float32, device=x_TK.device)
     product_kernels.pieces_kernel[(cdiv(tokens, tile.rows) * cdiv(columns, tile.columns), len(out))](
         x_TK, weight_NK, out, tokens, columns, inner, steps,
-        ROWS=tile.rows, COLUMNS=tile.columns, BLOCK_K=tile.depth,
-        AHEAD=min(tile.ahead, blocks - steps * (len(out) - 1)),
-        PRECISION=_precision(x_TK), OVERLAP=overlaps, num_warps=tile.warps, num_stages=tile.stages,
-        **launch_options(overlaps),
+        ROWS=tile.rows, COLUMNS=tile.columns, BLOCK_K=tile.depth, PRECISION=_precision(x_TK),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 

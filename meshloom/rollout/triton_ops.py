@@ -13,11 +13,13 @@ from triton import cdiv, next_power_of_2
 
 from meshloom.rollout import paged_kernels, sampling_kernels
 from meshloom.rollout.paged_ops import NO_NORMS, HeadNorms, HeadShape, NormKind, Pool, Rope, Slots, TermNorms
-from meshloom.rollout.products import Choices, Kind, choices_for, gated_product, launch_options, product_in_pieces
+from meshloom.rollout.products import Choices, Kind, choices_for, gated_product, product_in_pieces
 
 _LOG2E = math.log2(math.e)
 _CHUNK = 4096
 _MOST_SPLITS = 32
+_FILLS, _STAGES = 3, 3
+"""Of attention: programs for each processor of the device that are wanted, and pages on their way at once."""
 
 
 class TritonOps:
@@ -30,8 +32,6 @@ class TritonOps:
 
     def __init__(self, device: torch.device, choices: Choices | None = None) -> None:
         self._choices = choices_for(device) if choices is None else choices
-        self._overlaps = self._choices.overlaps
-        self._launch = launch_options(self._overlaps)
         found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         self._processors = 1 if found is None else found.multi_processor_count
         self._shared_bytes = None if found is None else found.shared_memory_per_block_optin
@@ -74,8 +74,8 @@ class TritonOps:
         paged_kernels.sum_rms_norm_kernel[(len(out),)](
             x, y, residual_TE, weight_E, x_norm, y_norm, out, rounded, kind.eps, width, residual_TE.numel(),
             NUM=len(terms), X_NORM=norms.x is not None, Y_NORM=norms.y is not None, KEEP=keep, GEMMA=kind.gemma,
-            BLOCK=next_power_of_2(width), X_PIECES=_pieces(x), Y_PIECES=_pieces(y), OVERLAP=self._overlaps,
-            num_warps=4 if width <= 4096 else 8, **self._launch,
+            BLOCK=next_power_of_2(width), X_PIECES=_pieces(x), Y_PIECES=_pieces(y),
+            num_warps=4 if width <= 4096 else 8,
         )  # fmt: skip
         return out, rounded
 
@@ -101,14 +101,14 @@ class TritonOps:
             query_norm, key_norm, kind.eps, layer, qkv.numel(),
             H=shape.num_heads, K=shape.num_kv_heads, HEADS=next_power_of_2(heads), D=shape.head_dim, P=shape.page,
             NORM=norms is not None, GEMMA=kind.gemma, KEEP_KEY=keep_key, PIECES=_pieces(pieces), BIAS=bias is not None,
-            OVERLAP=self._overlaps, num_warps=4, **self._launch,
+            num_warps=4,
         )  # fmt: skip
         return qkv
 
     def attend(
         self, qkv: Tensor, shape: HeadShape, slots: Slots, pool: Pool, layer: int, scale: float, window: int | None
     ) -> Tensor:
-        count, heads, how = len(qkv), shape.num_heads, self._choices.attention
+        count, heads = len(qkv), shape.num_heads
         splits = self._splits(count * shape.num_kv_heads)
         out = torch.empty(count, heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
         partial, stat = out, out
@@ -119,36 +119,33 @@ class TritonOps:
             qkv, out, partial, stat, pool.addresses, slots.table, slots.seen,
             scale * _LOG2E, layer, slots.table.stride(0), 0 if window is None else window,
             H=heads, K=shape.num_kv_heads, G=shape.group, GP=max(16, next_power_of_2(shape.group)),
-            D=shape.head_dim, P=shape.page, B=self._block(shape), SPLITS=splits, WINDOW=window is not None,
-            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", SKIPS=how.skips, OVERLAP=self._overlaps,
-            num_warps=how.warps, num_stages=self._stages(shape, qkv), **self._launch,
+            D=shape.head_dim, P=shape.page, SPLITS=splits, WINDOW=window is not None,
+            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+            num_warps=4, num_stages=self._stages(shape, qkv),
         )  # fmt: skip
         if splits > 1:
             paged_kernels.combine_kernel[(count * heads,)](
-                partial, stat, out, D=shape.head_dim, SPLITS=splits, OVERLAP=self._overlaps, num_warps=1, **self._launch
+                partial, stat, out, D=shape.head_dim, SPLITS=splits, num_warps=1
             )
         return out
 
     def _splits(self, programs: int) -> int:
         """Pieces that a sequence's pages are cut into: enough programs to fill the device a few times."""
-        wanted = self._choices.attention.fills * self._processors
-        return min(_MOST_SPLITS, next_power_of_2(max(1, cdiv(wanted, programs))))
-
-    def _block(self, shape: HeadShape) -> int:
-        """Tokens of a page at once."""
-        return min(shape.page, self._choices.attention.tokens)
+        return min(_MOST_SPLITS, next_power_of_2(max(1, cdiv(_FILLS * self._processors, programs))))
 
     def _stages(self, shape: HeadShape, like: Tensor) -> int:
-        """Blocks on their way at once: as many as shared memory holds, and are wanted."""
-        bytes_each, most = 2 * self._block(shape) * shape.head_dim * like.itemsize, self._choices.attention.stages
-        return most if self._shared_bytes is None else max(1, min(most, self._shared_bytes * 9 // 10 // bytes_each))
+        """Pages on their way at once: as many as shared memory holds, and are wanted."""
+        bytes_each = 2 * shape.page * shape.head_dim * like.itemsize
+        return (
+            _STAGES if self._shared_bytes is None else max(1, min(_STAGES, self._shared_bytes * 9 // 10 // bytes_each))
+        )
 
     def gated(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
         width = gate_up.shape[-1] // 2
         out = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
         block = 1024
         paged_kernels.gated_kernel[(len(gate_up), cdiv(width, block))](
-            gate_up, out, width, GELU=is_gelu, BLOCK=block, OVERLAP=self._overlaps, num_warps=4, **self._launch
+            gate_up, out, width, GELU=is_gelu, BLOCK=block, num_warps=4
         )
         return out
 
@@ -156,11 +153,11 @@ class TritonOps:
         tile = self._choices.tile(Kind.GATED, x_TE, weight)
         if tile is None:
             return self.gated(linear(x_TE, weight), is_gelu)
-        return gated_product(x_TE, weight, tile, is_gelu=is_gelu, overlaps=self._overlaps)
+        return gated_product(x_TE, weight, tile, is_gelu=is_gelu)
 
     def pieces(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor | None:
         tile = self._choices.tile(Kind.PIECES, x_TK, weight_NK)
-        return None if tile is None else product_in_pieces(x_TK, weight_NK, tile, overlaps=self._overlaps)
+        return None if tile is None else product_in_pieces(x_TK, weight_NK, tile)
 
     def prepare(self, slots: Slots, count: int, page: int) -> None:
         sampling_kernels.prepare_kernel[(count,)](
