@@ -72,6 +72,48 @@ CUDA_VISIBLE_DEVICES=0 $COMMAND $MULTI a.train="$train" \
   t.a="$C" t.b='$A' t.c=\'x,y\' t.d="\"q\"" t.e=$D t.g="a\
 b" t.h=${UNSET_X:-} t.i=a"b"'c' t.j=${name%.*}-${name^^}${SUFFIX:+-x} "t.l=[1, 2]"
 """,
+    "subshells, groups and functions": r"""
+N=1
+( N=2; exit 0 ); { M=3
+K=4; } > /dev/null
+setup() { export GPUS=${1:-8}; local N=9; }
+launch()
+{
+  local tp=$1; shift
+  case "$tp" in (1) EXTRA=(t.tp=one) ;; *) ( echo "never" ) ;; esac
+  time ( cd / && {
+    python3 -m verl.trainer.main_ppo \
+      a.n=$N a.m=$M a.k=$K a.gpus=$GPUS \
+      `# a comment` "${EXTRA[@]}" "$@" "${@:2}" a.count=$#
+  } ) > >(cat > /dev/null) 2>&1
+}
+if ! setup 4; then exit 1; fi
+for name in only; do
+  if [ -d / ]; then NAME=$name; launch 1 t.name=run_$NAME 't.two=x y'; fi
+done
+wait; exit 0
+python3 -m verl.trainer.main_ppo a.n=never
+""",
+    "other shells": r"""
+export N=4
+M=5; : ${LR:=1e-6}
+cat > /dev/null <<\EOF
+it's python3 -m verl.trainer.main_ppo a.n=9
+EOF
+cd "$(mktemp -d)"
+cat <<'END' > run.sh
+K=6 bash -c 'python3 -m verl.trainer.main_ppo a.n=$N a.k=$K a.one=$1 t.q="x y"' _ $1
+END
+cat > env.sh <<END
+export LATER=$M
+END
+source env.sh
+bash <<END
+set -e
+MINE=8
+eval "bash ./run.sh one$LR-$LATER-\$MINE"
+END
+""",
 }
 
 
@@ -147,3 +189,63 @@ def test_a_text_with_two_programs_is_refused_by_their_names() -> None:
         translate([text])
     exported = f"{text.splitlines()[1]}\npython -m verl.model_merger merge --backend fsdp\n"
     assert translate([exported]).entry == "verl.trainer.main_ppo"
+
+
+START = "python3 -m verl.trainer.main_ppo data.seed="
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            f"\nfor s in 1 2; do\n  {START}$s\ndone",
+            "line 3 starts verl.trainer.main_ppo several times, for each of s: 1, 2",
+        ),
+        (f"for s in $(seq 3); do run_$s; {START}$s & done", "for each of s: \\$\\(seq 3\\)"),
+        (f"run() {{\n {START}$1\n}}\nrun 1\nrun 2", "lines 4, 5: which of them is meant"),
+        (f"if nvidia-smi; then\n {START}1\nelse\n {START}2\nfi", "lines 2, 4: which of them is meant"),
+        (
+            f"run() {{\n {START}1\n}}",
+            "line 2 names verl.trainer.main_ppo.*the function run starts it, and nothing calls run",
+        ),
+        (f"X=1\nRESULT=$({START}1)", "line 2 names verl.trainer.main_ppo.*give the launch as a command of its own"),
+        (f"exit 0\n{START}1", "line 2 names .*behind the end of the script"),
+        (f"parallel {START}{{}} ::: 1 2", "for each of inputs of parallel"),
+        (f"( cd x && {START}1", "bracket \\( is not closed.*close it"),
+    ],
+)
+def test_a_launch_that_is_not_one_for_certain_is_refused_with_its_line(text: str, said: str) -> None:
+    """Arguments of functions were lost, values of loops left as they stood, and the error of a bracket was about a word ')'."""
+    with pytest.raises(UserError, match=f"(?s){said}"):
+        read_command([text])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"while true; do {START}1 && break; done",
+        f"for i in 1 2 3; do {START}1 && break; sleep 5; done",
+        f"until {START}1; do sleep 1; done",
+        f"srun --nodes=2 bash -c 'cd /verl; {START}1'",
+        f"nohup ray job submit --working-dir . -- {START}1 > log 2>&1 &",
+        f"ssh host 'bash -s' <<EOF\n{START}1\nEOF",
+        f"sbatch <<'EOF'\n#!/bin/bash\n#SBATCH -N 2\n{START}1\nEOF",
+        f"sbatch --wrap='{START}1'",
+        f"tmux new-session -d -s run '{START}1 | tee log'",
+        f"if nvidia-smi; then S=1; {START}$S; fi",
+        f"[ -f /etc/x ] && {{ S=1; {START}$S; }}",
+        f'N=3\nwhile [[ $# -gt 0 ]]; do N=$2; shift 2; done\n(( N > 2 )) && {START}1 "$@"',
+        f"if python3 -c 'import ray'; then {START}1; else {START}1; fi",
+    ],
+)
+def test_a_launch_within_others_is_read(text: str) -> None:
+    command = read_command([text])
+    assert (command.overrides, command.other, command.lost) == (["data.seed=1"], [], [])
+
+
+def test_another_shell_sees_what_is_exported_alone() -> None:
+    """A variable of this shell had its value in the text of another, which finds none there."""
+    text = f"A=1\nexport B=2\nbash -c '{START}$A data.n=$B'\nB=3"
+    command = read_command([text])
+    assert command.overrides == ["data.seed=$A", "data.n=2"]
+    assert command.environment["B"] == "2"

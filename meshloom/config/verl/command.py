@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from meshloom.config.errors import UserError
+from meshloom.config.verl.launches import require_none_named, the_launch
 from meshloom.config.verl.script import read_script
 from meshloom.config.verl.shell_words import Scope
 
 ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w./@-]*=.*|~[A-Za-z_][\w.]*", re.DOTALL)
 _VERL = re.compile(r"(verl|recipe)\.")
+_NAMED = re.compile(r"\b(?:verl|recipe)(?:[./]\w+)+|\bmain_ppo\b")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}$]*))?\})")
 _PROGRAM = re.compile(r"(\S*/)?\w+\.py|verl(\.\w+)+|recipe(\.\w+)+")
 _ENDS = {"|", "||", "&&", ";", "&"}
@@ -96,14 +98,13 @@ def _read_text(text: str) -> tuple[Scope, list[str], list[str]]:
         text = re.sub(r"^\s*```\w*\s*$", "", text.replace("\r\n", "\n"), flags=re.MULTILINE)
         found = read_script(text, _is_launch, _is_override)
     except ValueError as error:
-        raise UserError("the verl command cannot be read", why=str(error)) from error
+        fix = "close it; or give the launch alone, with its variables"
+        raise UserError("the verl command cannot be read", why=str(error), fix=fix) from error
     overrides = [word for words in found.overrides for word in words]
-    launches = [words for words in found.launches if any(map(_is_override, words))] or found.launches
-    if len(launches) > 1:
-        programs = [words[_program_ends(words) - 1] for words in launches]
-        what = f"the text starts {len(programs)} programs: {', '.join(programs)}"
-        raise UserError(what, where="the verl command", fix="give the text of one, with its variables")
-    return found.scope, launches[0] if launches else overrides, overrides if launches else []
+    if not found.launches:
+        return found.scope, overrides or require_none_named(text, found, _NAMED), []
+    launch = the_launch(found.launches, _is_override, lambda words: words[_program_ends(words) - 1])
+    return launch.scope, launch.words, overrides
 
 
 def _is_launch(words: Sequence[str]) -> bool:

@@ -1,78 +1,38 @@
 """The text of a shell script, as far as it says which command starts verl and with which words.
 
-Owns: statements, branches, assignments, and which statement is the launch. Refuses to know: what overrides mean. Always holds:
-nothing is run; a branch is taken only where its condition follows from the text, and a variable that hangs on another condition
-has no value.
+Owns: branches, loops, functions, assignments, and which statements are launches. Refuses to know: how a text falls into
+statements (``shell_text``), which of the launches is meant (``launches``), what overrides mean. Always holds: nothing is run; a
+branch is taken only where its condition follows from the text, and a variable that hangs on another condition has no value;
+what a subshell or another shell assigns stays in it.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from meshloom.config.verl.shell_words import DECLARES, Scope, behind, behind_bracket
-
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_ARRAY = re.compile(
-    r"(?:(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=\((.*)\)", re.DOTALL
+from meshloom.config.verl.launches import Found, Launch
+from meshloom.config.verl.other_shells import (
+    asked_for_each,
+    documents_in,
+    given_to_shell,
+    read_by_shell,
+    without_redirections,
 )
-_HEREDOC = re.compile(r"<<-?\s*(['\"\\]?)(\w+)\1")
-_ARM = re.compile(r"\(?([^()\s][^()]*)\)\s*(.*)", re.DOTALL)
-_CONTINUED = re.compile(r"\\[ \t]*\n")
-"""The end of a line that goes on; blanks behind the backslash are forgiven."""
-_OPERATORS = re.compile(r"&&|\|\||;;&?|[;&|\n]")
+from meshloom.config.verl.shell_branches import ASSIGNMENT, Frame, goes_on, holds, joined
+from meshloom.config.verl.shell_text import Body, Document, body_of, function_of, plain, statements
+from meshloom.config.verl.shell_words import DECLARES, Scope
+
+_ARRAY = re.compile(
+    r"(?:((?:export|local|declare|readonly|typeset)\s+)(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=\((.*)\)", re.DOTALL
+)
+_ARM = re.compile(r"\(?\s*([^()\s][^()]*)\)\s*(.*)", re.DOTALL)
 _WITHOUT_VALUE = re.compile(r"\$|`")
-_CHANGING = re.compile(r"(let\s|\()|(?:read|unset|mapfile|readarray|getopts)\s")
+_CHANGING = re.compile(r"(let\s|\(\()|(?:read|unset|mapfile|readarray|getopts)\s")
 """What changes variables besides assignments: arithmetic, and commands."""
 _COUNTED = re.compile(r"(?:\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))")
-_REDIRECTION = re.compile(r"(\d|&)?(>>?|<)(&?\S*)")
-
-
-@dataclass
-class Found:
-    """What a text has.
-
-    Args:
-        scope: its variables at the end.
-        launches: the words of each statement that starts a program of verl's.
-        overrides: statements that are nothing but overrides: all there is where no program is named, and else lost behind a
-            line that ends the launch.
-    """
-
-    scope: Scope = field(default_factory=Scope)
-    launches: list[list[str]] = field(default_factory=list)
-    overrides: list[list[str]] = field(default_factory=list)
-
-
-@dataclass
-class _Frame:
-    """A branching that is not at its end.
-
-    Args:
-        kind: ``if``, ``case`` or ``loop``.
-        value: whether this branch is taken; none if that is not known.
-        was_taken: whether one before it was.
-        in_condition: between ``if`` and ``then``.
-        subject: what ``case`` compares.
-    """
-
-    kind: str
-    value: bool | None = None
-    was_taken: bool | None = False
-    in_condition: bool = False
-    subject: str = ""
-
-    def branch(self) -> bool | None:
-        """Whether its statements are carried out."""
-        if self.was_taken is True or self.value is False:
-            return False
-        return self.value if self.was_taken is False else None
-
-    def next(self) -> None:
-        """Leave a branch for the next one."""
-        taken = self.branch()
-        self.was_taken = True if taken or self.was_taken else None if taken is None else self.was_taken
-        self.value = True
+_DEEPEST = 12
+"""Functions and shells within each other that are followed."""
 
 
 def read_script(text: str, is_launch: Callable[[Sequence[str]], bool], is_override: Callable[[str], bool]) -> Found:
@@ -86,99 +46,59 @@ def read_script(text: str, is_launch: Callable[[Sequence[str]], bool], is_overri
     Raises:
         ValueError: if a quote or bracket is not closed.
     """
-    reader = _Reader(is_launch, is_override)
+    reader = _Reader(Found(), _Names(is_launch, is_override), Scope())
     reader.read(text)
+    reader.found.scope = reader.scope
     return reader.found
 
 
-def _plain(text: str) -> str:
-    """A text without comments, continued lines and what is fed to programs."""
-    kept: list[str] = []
-    place, ends = 0, list[str]()
-    while place < len(text):
-        here = text[place]
-        if here == "\n" and ends:
-            place += 1
-            while ends:
-                place = _behind_heredoc(text, place, ends.pop(0))
-            kept.append("\n")
-            continue
-        if here == "#" and (place == 0 or text[place - 1].isspace() or text[place - 1] in ";&|("):
-            line = text.find("\n", place)
-            place = len(text) if line < 0 else line
-            continue
-        if match := _CONTINUED.match(text, place):
-            kept.append(" ")
-            place = match.end()
-            continue
-        if text.startswith("<<", place) and not text.startswith("<<<", place):
-            ends += [match[2]] if (match := _HEREDOC.match(text, place)) else []
-        end = behind(text, place)
-        kept.append(text[place:end])
-        place = end
-    return "".join(kept)
+@dataclass
+class _Names:
+    """What all readers of a text know.
 
+    Args:
+        is_launch: whether words start a program of verl's.
+        is_override: whether a word is an override or an option of verl.
+        functions: that were defined.
+        documents: here-documents.
+        files: that the text writes, with what stands in them.
+    """
 
-def _behind_heredoc(text: str, place: int, end: str) -> int:
-    found = re.compile(rf"^\s*{re.escape(end)}[ \t]*$", re.MULTILINE).search(text, place)
-    return len(text) if found is None else min(found.end() + 1, len(text))
-
-
-def _statements(text: str) -> Iterator[tuple[str, str]]:
-    """Each simple command, with the sign in front of it."""
-    place = start = 0
-    sign = "\n"
-    while place < len(text):
-        if text[place] == "{" and _begins_group(text, start, place):
-            place = behind_bracket(text, place)
-            continue
-        match = _OPERATORS.match(text, place)
-        if match and not _inside(text, start, place, match[0]):
-            yield sign, text[start:place].strip()
-            sign, place = match[0], match.end()
-            start = place
-        elif text[place] == "(" and text[place - 1 : place] == "=":
-            place = behind_bracket(text, place)
-        else:
-            place = behind(text, place)
-    yield sign, text[start:].strip()
-
-
-def _begins_group(text: str, start: int, place: int) -> bool:
-    """Whether a bracket stands where a command could, and is no part of a word."""
-    return text[place + 1 : place + 2].isspace() and text[start:place].split() in (
-        [],
-        ["if"],
-        ["elif"],
-        ["then"],
-        ["!"],
-    )
-
-
-def _inside(text: str, start: int, place: int, sign: str) -> bool:
-    """Whether a sign is a part of a redirection, of ``[[ … ]]`` or of a pattern of ``case``."""
-    if sign in ("&", "|") and (text[place - 1 : place] == ">" or text[place + 1 : place + 2] == ">"):
-        return True
-    patterns = [one.split() for one in text[start:place].split("|")]
-    if sign == "|" and re.match(r"\|[^()\n;&$`]*\)", text[place:]) and all(len(words) == 1 for words in patterns):
-        return True
-    before = text[start:place].split()
-    return sign in ("&&", "||") and "[[" in before and "]]" not in before
+    is_launch: Callable[[Sequence[str]], bool]
+    is_override: Callable[[str], bool]
+    functions: dict[str, Body] = field(default_factory=dict)
+    documents: list[Document] = field(default_factory=list)
+    files: dict[str, Document] = field(default_factory=dict)
 
 
 class _Reader:
-    def __init__(self, is_launch: Callable[[Sequence[str]], bool], is_override: Callable[[str], bool]) -> None:
-        self.found = Found()
-        self.scope = self.found.scope
-        self.is_launch, self.is_override = is_launch, is_override
-        self.frames: list[_Frame] = []
-        self.last: bool | None = True
+    """Reads statements one after the other.
 
-    def read(self, text: str) -> None:
-        for sign, statement in _statements(_plain(text)):
-            self.take(sign, statement)
+    In a branch of which nobody knows whether it is taken, statements are read as if it were: a launch in it has the values that
+    are given there. Behind it, what it has changed is not known.
+    """
+
+    def __init__(self, found: Found, names: _Names, scope: Scope) -> None:
+        self.found, self.names, self.scope = found, names, scope
+        self.frames: list[Frame] = []
+        self.depth, self.line, self.called = 0, 1, 0
+        self.is_sure = True
+        self.last: bool | None = True
+        self.ended = False
+        self.locals: list[dict[str, Scope]] = []
+
+    def read(self, text: str, line: int = 1) -> None:
+        before = self.line
+        for statement in statements(plain(text, self.names.documents, line), line):
+            if self.ended:
+                break
+            self.line = statement.line
+            self.take(statement.sign, statement.text)
+        self.line = before
 
     def take(self, sign: str, statement: str) -> None:
+        if self.frames and sign.startswith((";;", ";&")):
+            self.frames[-1].before_arm = True
         statement = self._arm(statement)
         keyword, _, rest = statement.partition(" ")
         keyword, *more = keyword.split() or [""]
@@ -188,55 +108,104 @@ class _Reader:
             self._condition("\n", rest)
         elif keyword in ("then", "else", "do", "time", "nohup"):
             self._inner(keyword)
-            self.take(sign, rest) if rest else None
-        elif keyword in ("for", "while", "until", "select"):
-            self._loop(rest)
+            self.take(sign, rest.strip()) if rest.strip() else None
+        elif keyword in ("for", "select"):
+            self._for(rest)
+        elif keyword in ("while", "until"):
+            self._while(rest)
         elif keyword == "case":
             self._case(rest)
         elif keyword in ("fi", "done", "esac"):
-            self.frames.pop() if self.frames else None
+            self._end_branches() if self.frames else None
         elif self.frames and self.frames[-1].in_condition:
             self._condition(sign, statement)
         elif statement:
-            self._run(sign, statement.removeprefix("(").strip())
+            self._run(sign, statement)
 
     def _open(self, keyword: str) -> None:
         if keyword == "if" or not self.frames:
-            self.frames.append(_Frame("if"))
+            self.frames.append(Frame("if"))
         else:
-            self.frames[-1].next()
+            self._next_branch()
         self.frames[-1].in_condition = True
 
+    def _next_branch(self) -> None:
+        self._leave_branch()
+        self.frames[-1].next()
+
+    def _leave_branch(self) -> None:
+        """Take back what a branch has changed of which nobody knows whether it is taken."""
+        frame = self.frames[-1]
+        if frame.before is not None:
+            frame.changed |= self.scope.take_back(frame.before)
+            frame.before = None
+
+    def _end_branches(self) -> None:
+        self._leave_branch()
+        for name in self.frames.pop().changed:
+            self.scope.forget(name)
+
     def _condition(self, sign: str, statement: str) -> None:
-        frame, words = self.frames[-1], self.scope.words(statement)
-        if self.is_launch(words):
-            self.found.launches.append(words)
-        frame.value = _joined(frame.value, sign, self._test(statement))
+        frame = self.frames[-1]
+        self._look_for_launch(statement)
+        frame.value = joined(frame.value, sign, self._test(statement))
+
+    def _look_for_launch(self, condition: str) -> None:
+        """A program may be started where a condition stands."""
+        condition = condition.removeprefix("!").strip()
+        if self._is_carried_out() is False:
+            return
+        if (body := body_of(condition, self.line)) is not None:
+            self._body(body) if body.is_subshell else None
+            return
+        words = self.scope.words(condition)
+        if self.names.is_launch(words) or words[:1] and words[0] in self.names.functions:
+            self._take_words(words)
 
     def _inner(self, keyword: str) -> None:
         if self.frames and keyword == "then":
             self.frames[-1].in_condition = False
         elif self.frames and keyword == "else":
-            self.frames[-1].next()
+            self._next_branch()
+        elif self.frames and keyword == "do":
+            self.frames[-1].in_condition = False
         self.last = True
 
-    def _loop(self, rest: str) -> None:
-        name = rest.partition(" ")[0]
-        self.scope.unknown.add(name)
-        self.frames.append(_Frame("loop", value=True))
+    def _for(self, rest: str) -> None:
+        """A loop over words: one word is the variable's value, several leave it without one."""
+        name, _, written = rest.strip().partition(" ")
+        name = name.lstrip("(").partition("=")[0].strip()
+        words = self.scope.words(written.strip().removeprefix("in").strip())
+        one = len(words) == 1 and not _WITHOUT_VALUE.search(words[0]) and not re.search(r"[{*?]", words[0])
+        if one and name.isidentifier() and self._is_carried_out():
+            self.scope.assign(name, words[0])
+        else:
+            self.scope.unknown.add(name)
+        values = ", ".join(words) if words and not rest.lstrip().startswith("(") else rest.strip()
+        self.frames.append(Frame("loop", value=True, subject="" if one else name, values=values))
+
+    def _while(self, rest: str) -> None:
+        """A loop that goes on as long as its condition holds; one over arguments has none, as a text is given without any."""
+        reads_arguments = self.scope.arguments is None and (
+            re.search(r"\$#|\$\{#\}", rest) or rest.startswith("getopts")
+        )
+        self.frames.append(Frame("loop", value=not reads_arguments))
+        self._look_for_launch(rest)
 
     def _case(self, rest: str) -> None:
-        subject, _, first = f"{rest} ".partition(" in ")
-        self.frames.append(_Frame("case", value=False, subject="".join(self.scope.words(subject))))
+        subject, _, first = re.sub(r"\sin(\s|$)", "\0", f"{rest} ", count=1).partition("\0")
+        frame = Frame("case", value=False, subject="".join(self.scope.words(subject)), before_arm=True)
+        self.frames.append(frame)
         self.take("\n", first.strip()) if first.strip() else None
 
     def _arm(self, statement: str) -> str:
         """What stands behind the pattern of a ``case``."""
         frame = self.frames[-1] if self.frames else None
         match = _ARM.fullmatch(statement)
-        if frame is None or frame.kind != "case" or match is None or "=(" in statement.partition(")")[0]:
+        if frame is None or frame.kind != "case" or not frame.before_arm or match is None:
             return statement
-        frame.next()
+        frame.before_arm = False
+        self._next_branch()
         patterns = [self.scope.text(one.strip()) for one in match[1].split("|")]
         known = not _WITHOUT_VALUE.search(frame.subject)
         frame.value = any(fnmatchcase(frame.subject, one) for one in patterns) if known else None
@@ -248,150 +217,179 @@ class _Reader:
 
     def _run(self, sign: str, statement: str) -> None:
         """Take one statement, if it is carried out."""
-        does = self._is_carried_out()
+        branch, known = self._is_carried_out(), True
         if sign in ("&&", "||"):
             wanted = self.last if sign == "&&" else None if self.last is None else not self.last
-            does = False if wanted is False else None if wanted is None else does
-        if does is False:
+            branch, known = False if wanted is False else branch, wanted is not None
+        if branch is False:
             return
-        if statement.startswith("{") and statement.endswith("}"):
-            self.frames.append(_Frame("group", value=does))
-            self.read(statement[1:-1])
-            self.frames.pop()
-            return
-        if any(frame.kind == "loop" for frame in self.frames) and _goes_on(statement):
-            does = None  # nobody knows how often
-        if match := _CHANGING.match(statement):
-            self._change(statement, is_arithmetic=match[1] is not None, known=does is True)
-            status: bool | None = None
-        elif match := _ARRAY.fullmatch(statement):
-            self._set_array(match, known=does is True)
-            status = True
-        elif (status := self._test(statement)) is None:
-            status = self._take_words(self.scope.words(statement), known=does is True)
-        self.last = status if does is True else None
+        for frame in self.frames:
+            if frame.branch() is None and frame.before is None:
+                frame.before = self.scope.copy()
+        if any(frame.kind == "loop" for frame in self.frames) and goes_on(statement):
+            known = False  # nobody knows how often
+        self.last = self._status(statement) if known else self._guess(statement)
 
-    def _take_words(self, words: list[str], *, known: bool) -> bool | None:
+    def _guess(self, statement: str) -> None:
+        """Carry out a statement of which nobody knows whether it is carried out: what it changes is not known behind it."""
+        before, is_sure = self.scope.copy(), self.is_sure
+        self.is_sure = False
+        self._status(statement)
+        self.is_sure = is_sure
+        for name in self.scope.take_back(before):
+            self.scope.forget(name)
+
+    def _status(self, statement: str) -> bool | None:
+        """Carry a statement out; whether it succeeds, as far as it matters here."""
+        if (defined := function_of(statement, self.line)) is not None:
+            self.names.functions[defined[0]] = self.found.uncalled[defined[0]] = defined[1]
+            return True
+        if (body := body_of(statement, self.line)) is not None:
+            self._body(body)
+            return True
+        if match := _CHANGING.match(statement):
+            self._change(statement, is_arithmetic=match[1] is not None)
+            return None
+        if match := _ARRAY.fullmatch(statement):
+            self._set_array(match)
+            return True
+        status = self._test(statement)
+        return self._take_words(self.scope.words(statement)) if status is None else status
+
+    def _body(self, body: Body) -> None:
+        """A group or a subshell; an end of the subshell is its own."""
+        scope = self.scope.copy() if body.is_subshell else self.scope
+        self._within(scope, body.inside, body.line, is_own=body.is_subshell)
+
+    def _within(self, scope: Scope, text: str, line: int, *, is_own: bool = False, is_call: bool = False) -> None:
+        """Read a text within this one.
+
+        Args:
+            scope: its variables.
+            text: that is read.
+            line: of the script on which it begins.
+            is_own: whether its end does not end this text.
+            is_call: whether it is a function that is called here.
+        """
+        if self.depth >= _DEEPEST:
+            return
+        reader = _Reader(self.found, self.names, scope)
+        reader.frames = [frame for frame in self.frames if frame.kind == "loop"]
+        reader.depth, reader.locals = self.depth + 1, self.locals
+        reader.called = self.called or (self.line if is_call else 0)
+        reader.is_sure = self.is_sure and self._is_carried_out() is True
+        reader.read(text, line)
+        self.ended = self.ended or (reader.ended and not is_own)
+
+    def _take_words(self, words: list[str]) -> bool | None:
         """Whether the statement succeeds, as far as it matters here."""
         names = [word for word in words if word not in DECLARES and not word.startswith("-")]
-        matches = [_ASSIGNMENT.fullmatch(word) for word in names]
-        plain = words[:1] and words[0] not in DECLARES and any(self.is_override(word) for word in words)
-        if names and all(matches) and not plain:
+        matches = [ASSIGNMENT.fullmatch(word) for word in names]
+        if words[:1] and words[0] in DECLARES:
+            self._declare(words[0], [word.partition("=")[0].rstrip("+") for word in names])
+        plainly = words[:1] and words[0] not in DECLARES and any(self.names.is_override(word) for word in words)
+        if names and all(matches) and not plainly:
             for match in filter(None, matches):
-                self._set(match, known=known)
+                self._set(match)
             return True
-        words = _without_redirections(words)
-        inner = next((word for flag, word in zip(words, words[1:], strict=False) if re.fullmatch("-l?i?c", flag)), "")
-        if len(inner.split()) > 1 and self.is_launch(inner.split()):
-            self.read(inner)
-        elif self.is_launch(words):
-            self.found.launches.append(words)
-        elif words and all(self.is_override(word) for word in words):
-            self.found.overrides.append(words)
+        if words[:1] in (["exit"], ["return"]):
+            self.ended = self.ended or (self.is_sure and self._is_carried_out() is True)
+        elif words[:1] == ["shift"]:
+            count = int(words[1]) if words[1:] and words[1].isdecimal() else 1
+            self.scope.arguments = None if self.scope.arguments is None else self.scope.arguments[count:]
+        elif words[:2] == ["set", "--"]:
+            self.scope.arguments = words[2:]
+        elif words[:1] == ["set"] and ("-a" in words or "allexport" in words):
+            self.scope.exports_all = True
+        elif not self._read_elsewhere(words):
+            self._plain_words(without_redirections(words))
         return None if words[:1] in (["grep"], ["command"], ["["], ["[["], ["test"]) else True
 
-    def _set(self, match: re.Match[str], *, known: bool) -> None:
-        name, adds, value = match[1], match[2], match[3]
-        if known and not (adds and name in self.scope.unknown):
-            self.scope.variables[name] = (self.scope.variables.get(name, "") if adds else "") + value
-            self.scope.unknown.discard(name)
-        elif not known and (adds or self.scope.variables.get(name) != value):
-            self.scope.unknown.add(name)
-            self.scope.variables.pop(name, None)
+    def _plain_words(self, words: list[str]) -> None:
+        if self.names.is_launch(words):
+            self._launch(words)
+        elif words and all(self.names.is_override(word) for word in words):
+            self.found.overrides.append(words)
 
-    def _change(self, statement: str, *, is_arithmetic: bool, known: bool) -> None:
+    def _launch(self, words: list[str]) -> None:
+        """Note a launch, with the loops that change it from one time to the next."""
+        loops = [frame for frame in self.frames if frame.kind == "loop" and frame.subject]
+        named = [frame for frame in loops if any(re.search(rf"\$\{{?{frame.subject}\b", word) for word in words)]
+        each = [f"{frame.subject}: {frame.values}" for frame in named] or asked_for_each(words)
+        self.found.launches.append(Launch(words, self.line, self.scope.copy(), "; ".join(each), self.called))
+
+    def _read_elsewhere(self, words: list[str]) -> bool:
+        """Whether words start something that is in the text too, and is read: a function, ``eval``, another shell, a file."""
+        before = [word for word in words if not ASSIGNMENT.fullmatch(word)]
+        place = words.index(before[0]) if before else len(words)
+        for match in filter(None, map(ASSIGNMENT.fullmatch, words[:place])):
+            self._set(match) if before and before[0] in self.names.functions else None
+        if before and before[0] in self.names.functions and before == words[place:]:
+            self._call(before[0], without_redirections(before[1:]))
+            return True
+        if before[:1] == ["eval"]:
+            self._within(self.scope, " ".join(before[1:]), self.line)
+            return True
+        documents_in(words, self.names.documents, self.names.files, self.scope)
+        name = before[1].removeprefix("./") if before[:1] in (["source"], ["."]) and before[1:] else ""
+        if (sourced := self.names.files.get(name)) is not None:
+            self._within(self.scope, sourced.text, sourced.line)
+            return True
+        launches = len(self.found.launches)
+        for text in [*given_to_shell(words), *read_by_shell(words, self.names.documents, self.names.files, self.scope)]:
+            scope = self.scope.of_child(text.arguments, words[:place], is_elsewhere=text.is_elsewhere)
+            self._within(scope, text.text, text.line or self.line, is_own=True)
+        return len(self.found.launches) > launches
+
+    def _call(self, name: str, arguments: list[str]) -> None:
+        """A function, with its arguments; what it calls local ends with it."""
+        body = self.names.functions[name]
+        self.found.uncalled.pop(name, None)
+        before, self.scope.arguments = self.scope.arguments, arguments
+        self.locals.append({})
+        scope = self.scope.copy() if body.is_subshell else self.scope
+        ended = self.ended
+        self._within(scope, body.inside, body.line, is_own=body.is_subshell, is_call=True)
+        self.ended = ended
+        for local, kept in self.locals.pop().items():
+            self.scope.take(local, kept)
+        self.scope.arguments = before
+
+    def _declare(self, word: str, names: Sequence[str]) -> None:
+        """Note names that are exported, and those that end with the function."""
+        if word == "export":
+            self.scope.exported.update(names)
+        elif word in ("local", "declare", "typeset") and self.locals:
+            for name in names:
+                self.locals[-1].setdefault(name, self.scope.copy())
+
+    def _set(self, match: re.Match[str]) -> None:
+        name, adds, value = match[1], match[2], match[3]
+        if not (adds and name in self.scope.unknown):
+            self.scope.assign(name, (self.scope.variables.get(name, "") if adds else "") + value)
+
+    def _change(self, statement: str, *, is_arithmetic: bool) -> None:
         found = re.findall(_COUNTED, statement) if is_arithmetic else [(name, "") for name in statement.split()[1:]]
         for name in filter(str.isidentifier, map("".join, found)):
-            self.scope.variables.pop(name, None)
-            self.scope.arrays.pop(name, None)
-            if not (known and statement.startswith("unset")):
-                self.scope.unknown.add(name)
+            self.scope.forget(name)
+            if statement.startswith("unset"):
+                self.scope.unknown.discard(name)
 
-    def _set_array(self, match: re.Match[str], *, known: bool) -> None:
-        name, adds, words = match[1], match[2], self.scope.words(match[3])
-        if not known:
-            self.scope.unknown.add(name)
-            return
+    def _set_array(self, match: re.Match[str]) -> None:
+        name, adds, words = match[2], match[3], self.scope.words(match[4])
+        if match[1]:
+            self._declare(match[1].strip(), [name])
         self.scope.arrays[name] = [*(self.scope.arrays.get(name, []) if adds else []), *words]
         self.scope.unknown -= set() if adds else {name}
 
     def _test(self, statement: str) -> bool | None:
         """Whether a condition holds; none if that does not follow from the text."""
         statement, negated = statement.removeprefix("!").strip(), statement.startswith("!")
-        if statement.startswith("{") and statement.endswith("}"):
-            value = None
-            for sign, inner in _statements(statement[1:-1]):
-                value = _joined(value, sign, self._test(inner)) if inner else value
-        else:
-            value = _holds(self.scope.words(statement))
+        body = body_of(statement, self.line)
+        value: bool | None = None
+        if body is None:
+            value = holds(self.scope.words(statement))
+        elif not body.is_subshell:
+            for inner in statements(body.inside, self.line):
+                value = joined(value, inner.sign, self._test(inner.text)) if inner.text else value
         return value if value is None or not negated else not value
-
-
-def _goes_on(statement: str) -> bool:
-    """Whether an assignment reads what it writes, so that its value hangs on how often it is made."""
-    match = _ASSIGNMENT.fullmatch(re.sub(r"^(?:export|local|declare)\s+", "", statement))
-    return match is not None and (
-        bool(match[2]) or ("$" in match[3] and re.search(rf"\b{match[1]}\b", match[3]) is not None)
-    )
-
-
-def _joined(before: bool | None, sign: str, value: bool | None) -> bool | None:
-    """Whether two conditions hold together, or one of them."""
-    if sign == "&&":
-        return False if False in (before, value) else None if None in (before, value) else True
-    if sign == "||":
-        return True if True in (before, value) else None if None in (before, value) else False
-    return value
-
-
-def _holds(words: list[str]) -> bool | None:
-    if words in (["true"], [":"]):
-        return True
-    if words == ["false"]:
-        return False
-    if words[:1] not in (["["], ["[["], ["test"]):
-        return None
-    words = words[1 : None if words[0] == "test" else -1]
-    for sign in ("||", "&&"):
-        if sign in words:
-            place = words.index(sign)
-            return _joined(_holds(["test", *words[:place]]), sign, _holds(["test", *words[place + 1 :]]))
-    if any(_WITHOUT_VALUE.search(word) for word in words):
-        return None
-    if words[:1] == ["!"]:
-        value = _holds(["test", *words[1:]])
-        return value if value is None else not value
-    if len(words) == 1:
-        return bool(words[0])
-    if len(words) == 2 and words[0] in ("-n", "-z"):
-        return bool(words[1]) == (words[0] == "-n")
-    return _compares(*words) if len(words) == 3 else None
-
-
-_NUMBERS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": lambda left, right: left == right,
-    "-ne": lambda left, right: left != right,
-    "-gt": lambda left, right: left > right,
-    "-ge": lambda left, right: left >= right,
-    "-lt": lambda left, right: left < right,
-    "-le": lambda left, right: left <= right,
-}
-
-
-def _compares(left: str, sign: str, right: str) -> bool | None:
-    if sign in ("=", "==", "!="):
-        return fnmatchcase(left, right) == (sign != "!=")
-    if sign in _NUMBERS and re.fullmatch(r"-?\d+", left) and re.fullmatch(r"-?\d+", right):
-        return _NUMBERS[sign](int(left), int(right))
-    return None
-
-
-def _without_redirections(words: Sequence[str]) -> list[str]:
-    kept: list[str] = []
-    skips = False
-    for word in words:
-        match = _REDIRECTION.fullmatch(word)
-        if match is None and not skips:
-            kept.append(word)
-        skips = match is not None and not match[3]
-    return kept

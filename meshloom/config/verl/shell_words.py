@@ -7,14 +7,17 @@ is. Always holds: what has no value here is kept as it stands, so that it can be
 import ast
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
+_CASE = re.compile(r"case\s.*?\sesac\b", re.DOTALL)
+"""Its patterns end with brackets that none opens."""
 _CLOSING = {"(": ")", "{": "}"}
 _NAME = re.compile(r"\w+|[@*#?$!-]")
 _PARAMETER = re.compile(r"(\w+)(?:\[([@*]|\d+)\])?(:?[-=+?]|##?|%%?|,,?|\^\^?)?(.*)", re.DOTALL)
+_LENGTH = re.compile(r"#(\w+)(\[[@*]\])?")
 _ASSIGNS = re.compile(r"[A-Za-z_]\w*\+?=")
 _NO_WORDS = re.compile(r"\$[@*]|\$\{[@*][^}]*\}")
 DECLARES = ("export", "local", "declare", "readonly", "typeset")
@@ -34,7 +37,7 @@ def behind(text: str, place: int) -> int:
         return _found(text, here, place + 1) + 1
     if here == '"':
         return _behind_quoted(text, place + 1)
-    if here == "$" and text[place + 1 : place + 2] in ("(", "{"):
+    if (here == "$" and text[place + 1 : place + 2] in ("(", "{")) or text[place : place + 2] in ("<(", ">("):
         return behind_bracket(text, place + 1)
     return place + 1
 
@@ -47,6 +50,13 @@ def behind_bracket(text: str, place: int) -> int:
     """
     opening, closing, depth = text[place], _CLOSING[text[place]], 0
     while place < len(text):
+        if (
+            opening == "("
+            and (match := _CASE.match(text, place))
+            and text[place - 1 : place] in (" ", "\t", "\n", ";", "(")
+        ):
+            place = match.end()
+            continue
         depth += (text[place] == opening) - (text[place] == closing)
         place = behind(text, place)
         if not depth:
@@ -77,11 +87,74 @@ class Scope:
         variables: with a value.
         arrays: the words of each.
         unknown: names whose value depends on something that is not known here.
+        exported: names that other programs see.
+        exports_all: whether they see all.
+        arguments: of the text or of a function; none if they are not known.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
+    exported: set[str] = field(default_factory=set)
+    exports_all: bool = False
+    arguments: list[str] | None = None
+
+    def copy(self) -> "Scope":
+        """The same variables, whose changes stay in it."""
+        arguments = None if self.arguments is None else [*self.arguments]
+        return Scope(
+            dict(self.variables), dict(self.arrays), set(self.unknown), set(self.exported), self.exports_all, arguments
+        )
+
+    def of_child(self, arguments: list[str], in_front: Sequence[str], *, is_elsewhere: bool) -> "Scope":
+        """What another shell has of it.
+
+        Args:
+            arguments: of that shell.
+            in_front: assignments that are made for it.
+            is_elsewhere: whether it is on another machine, which has nothing of it.
+        """
+        names = set() if is_elsewhere else set(self.variables) if self.exports_all else self.exported
+        child = Scope(exported=set(names), arguments=arguments or None)
+        child.variables = {name: value for name, value in self.variables.items() if name in names}
+        child.unknown = self.unknown & names
+        for name, _, value in (word.partition("=") for word in in_front):
+            child.assign(name, value)
+        return child
+
+    def assign(self, name: str, value: str) -> None:
+        """Give a variable a value."""
+        self.variables[name] = value
+        self.arrays.pop(name, None)
+        self.unknown.discard(name)
+
+    def forget(self, name: str) -> None:
+        """Let a variable have no value that is known."""
+        self.unknown.add(name)
+        self.variables.pop(name, None)
+        self.arrays.pop(name, None)
+
+    def take_back(self, before: "Scope") -> set[str]:
+        """Be as a scope was before; the names that have changed since."""
+        found = set(self.unknown ^ before.unknown)
+        for own, its in ((self.variables, before.variables), (self.arrays, before.arrays)):
+            found |= {name for name in {*own, *its} if own.get(name) != its.get(name)}
+        same_arguments = self.arguments == before.arguments
+        vars(self).update(vars(before.copy()))
+        self.arguments = self.arguments if same_arguments else None
+        return found
+
+    def take(self, name: str, other: "Scope") -> None:
+        """Let a variable be what it is in another scope."""
+        for own, its in ((self.variables, other.variables), (self.arrays, other.arrays)):
+            own.pop(name, None)
+            own.update({name: its[name]} if name in its else {})  # type: ignore[dict-item]
+        self.unknown.discard(name)
+        self.unknown |= other.unknown & {name}
+
+    def document(self, text: str) -> str:
+        """A here-document with the values of variables in it."""
+        return _Words(text, self, splits=False).document()
 
     def words(self, text: str) -> list[str]:
         """The words of a statement.
@@ -98,7 +171,8 @@ class Scope:
     def substituted(self, raw: str) -> str | list[str] | None:
         """The value of ``$A``, ``${A…}``, ``$(…)`` or ``$((…))``; words of an array; none if it has no value here."""
         if _NO_WORDS.fullmatch(raw):
-            return []
+            first = int(match[1]) - 1 if (match := re.search(r":(\d+)", raw)) else 0
+            return [] if self.arguments is None else self.arguments[max(0, first) :]
         if raw.startswith("$(("):
             return self._arithmetic(raw[3:-2])
         if raw.startswith("${"):
@@ -110,6 +184,9 @@ class Scope:
     def _value(self, name: str) -> str | None:
         if name in self.unknown:
             return None
+        if self.arguments is not None and (name == "#" or (name.isdecimal() and name != "0")):
+            arguments = self.arguments
+            return str(len(arguments)) if name == "#" else (arguments[int(name) - 1 :] or [""])[0]
         if name in self.arrays:
             return next(iter(self.arrays[name]), "")
         return self.variables.get(name, {"HOME": "~", "PWD": "."}.get(name))
@@ -123,6 +200,9 @@ class Scope:
         return " ".join(found) if index == "*" else list(found)
 
     def _parameter(self, inside: str) -> str | list[str] | None:
+        if match := _LENGTH.fullmatch(inside):
+            found = self._array(match[1], "@") if match[2] else self._value(match[1])
+            return None if found is None else str(len(found))
         match = _PARAMETER.fullmatch(inside)
         if match is None or (match[4] and not match[3]):
             return None
@@ -131,7 +211,12 @@ class Scope:
         if not sign or isinstance(value, list) or name in self.unknown:
             return value
         if sign[-1] in "-=":
-            return self.text(rest) if value is None or (":" in sign and not value) else value
+            if value is not None and (value or ":" not in sign):
+                return value
+            default = self.text(rest)
+            if sign[-1] == "=":
+                self.assign(name, default)
+            return default
         if sign[-1] == "+":
             return self.text(rest) if value else ""
         if value is None or sign[-1] == "?":
@@ -139,9 +224,17 @@ class Scope:
         return _changed(value, sign, self.text(rest))
 
     def _command(self, inside: str) -> str | None:
+        if inside.lstrip().startswith("#"):
+            return ""
         words = self.words(inside)
         if words == ["pwd"]:
             return "."
+        if (
+            words[:1] == ["echo"]
+            and not re.search(r"[|;&<>$`]", " ".join(words))
+            and words[1:2] not in (["-n"], ["-e"])
+        ):
+            return " ".join(words[1:])
         if len(words) == 2 and words[0] in ("basename", "dirname") and "$" not in words[1]:
             path = PurePosixPath(words[1])
             return path.name if words[0] == "basename" else str(path.parent)
@@ -245,23 +338,34 @@ class _Words:
             self.found.append(self.word)
         self.word = None
 
+    def document(self) -> str:
+        """The text of a here-document, in which quotes are characters."""
+        self._inside(len(self.text), escaped="$`\\")
+        return self.word or ""
+
     def _quoted(self) -> None:
-        end, before, is_none = behind(self.text, self.place) - 1, self.word, False
+        end, before = behind(self.text, self.place) - 1, self.word
         self.place += 1
         self._add("")
+        is_none = self._inside(end, escaped='"$`\\')
+        self.place = end + 1
+        if is_none and before is None and not self.word:
+            self.word = None
+
+    def _inside(self, end: int, *, escaped: str) -> bool:
+        """Whether something up to a place stands for no words at all."""
+        is_none = False
         while self.place < end:
             here = self.text[self.place]
             if here in "$`":
                 is_none |= self._substitute(quoted=True)
             elif here == "\\":
-                escaped = self._taken()
-                self._add("" if escaped == "\\\n" else escaped[1:] if escaped[1:] in '"$`\\' else escaped)
+                found = self._taken()
+                self._add("" if found == "\\\n" else found[1:] if found[1:] in escaped else found)
             else:
                 self._add(here)
                 self.place += 1
-        self.place = end + 1
-        if is_none and before is None and not self.word:
-            self.word = None
+        return is_none
 
     def _substitute(self, *, quoted: bool) -> bool:
         """Whether it stands for no words at all."""
@@ -269,7 +373,7 @@ class _Words:
         value = self.scope.substituted(raw)
         if isinstance(value, list):
             self._add_several(value)
-        elif value is None or quoted or not self.splits or self._assigns():
+        elif value is None or quoted or not self.splits or self._assigns() or "$(" in value or "`" in value:
             self._add(raw if value is None else value)
         else:
             self._add_several(value.split() if value.strip() == value else ["", *value.split(), ""])
