@@ -9,7 +9,6 @@ Ctrl-C.
 
 import argparse
 import difflib
-import errno
 import io
 import json
 import os
@@ -21,12 +20,11 @@ from typing import NoReturn
 
 import meshloom
 from meshloom.calibrate_command import calibrate_arguments, calibrate_command
-from meshloom.config.errors import RunFault, UserError
+from meshloom.config.errors import UserError, in_words
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.doctor_command import doctor_arguments, doctor_command
 from meshloom.given import KINDS, load_given, settings_arguments, verl_arguments
 from meshloom.launch_command import launch_arguments, launch_command
-from meshloom.observe.atomic import is_disk_full
 from meshloom.plan_command import plan_arguments, plan_command
 from meshloom.simulate_command import simulate_arguments, simulate_command
 
@@ -373,22 +371,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_has_gone():
             return FAULT
-        told = _in_words(error)
-        if told is None:
+        if (told := in_words(error)) is None:
             raise
         _tell(told)
         return told.exit_code
-
-
-def _in_words(error: Exception) -> UserError | None:
-    """What an error comes to that is the user's although it looks like the program's; none if it is the program's."""
-    where = str(error.filename or "") if isinstance(error, OSError) else ""
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        what = f"the file name {where[:40]}… has {len(where)} letters, more than a file system takes"
-        return UserError(what, fix="the setting that names it takes a path")
-    if is_disk_full(error):
-        return RunFault("the disk is full", where=where, why=str(error), fix="free some; a run goes on with --resume")
-    return None
 
 
 def _reader_has_gone() -> bool:

@@ -1,24 +1,11 @@
-"""Files on disk: replacing one in one moment, who may read it, and whether there was no room for one.
+"""Files on disk: replacing one in one moment, and who may read it.
 
 Always holds: whoever reads the file, at any time and after any kill, finds the whole old one or the whole new one.
 """
 
-import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def is_disk_full(error: Exception) -> bool:
-    """Whether an error says that a disk or quota is full.
-
-    Libraries in Rust (safetensors, tokenizers) raise errors of their own, which have the system's number in their message only.
-    """
-    if isinstance(error, OSError):
-        return error.errno in _FULL
-    return any(f"(os error {number})" in str(error) for number in _FULL)
 
 
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from meshloom.config.errors import RunFault, UserError
-from meshloom.observe.atomic import give_usual_modes, is_disk_full
+from meshloom.config.errors import RunFault, UserError, is_disk_full
+from meshloom.observe.atomic import give_usual_modes
 from meshloom.observe.lock import is_held
 from meshloom.plan.amounts import format_bytes
 from meshloom.plan.model_folder import refuse_pickles
