@@ -117,7 +117,10 @@ def _with_score(translation: Translation, files: Sequence[str], native: Sequence
         translation = _with(translation, refused={"data.train_files": text})
     own = any(override.startswith(("reward.function=", "reward.components.")) for override in native)
     scored = any(name == "reward.function" or name.startswith("reward.components.") for name in translation.settings)
-    if own or scored:
+    if own:  # how the command's function is called says nothing of another one
+        kept = {path: value for path, value in translation.settings.items() if path != "reward.form"}
+        return dataclasses.replace(translation, settings=kept)
+    if scored:
         return translation
     if score.refusal:
         return _with(translation, refused={_REWARD: score.refusal})

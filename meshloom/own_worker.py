@@ -6,6 +6,7 @@ wrong is said in the words of a run, which tries them in its own process; torch 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from meshloom.config.settings import AlgorithmSettings
 from meshloom.killable import serving
@@ -31,6 +32,9 @@ class _Tried:
         from meshloom.algorithms.own_checks import check_own
 
         check_own(algorithm)
+
+    def about(self) -> dict[str, Any]:
+        return {}
 
     def results(self, message: bytes) -> Iterator[None]:
         return iter(())

@@ -14,6 +14,7 @@ from meshloom.config.errors import UserError
 from meshloom.config.load import load_settings
 from meshloom.config.problems import Problem
 from meshloom.config.settings import EvalSettings, TrainSettings
+from meshloom.data.rows import RowNames
 from meshloom.lesson.model import CHAT_TEMPLATE
 from meshloom.loop.rewarding import open_rewards
 from meshloom.loop.run_inputs import RunInputs
@@ -82,7 +83,7 @@ def test_a_reward_that_a_run_would_refuse_is_refused_in_its_words(
     assert problem.code == "U002" and said in problem.what
 
     def begin() -> None:
-        with open_rewards(settings(*overrides), (), None, None):
+        with open_rewards(settings(*overrides), RowNames(), None, None):
             raise AssertionError("the run began")
 
     assert words(problem) == words_of_the_run(begin)

@@ -12,6 +12,7 @@ from meshloom.config.errors import RunFault, UserError
 from meshloom.config.load import dump_yaml, explain, load_settings
 from meshloom.config.resume import contradictions
 from meshloom.config.settings import TrainSettings
+from meshloom.data.rows import RowNames
 from meshloom.loop.component_watch import ComponentWatch, by_component, component_metrics
 from meshloom.loop.rewarding import open_rewards
 from meshloom.loop.train import run_training
@@ -265,7 +266,7 @@ def test_a_file_that_cannot_be_loaded_is_told_by_its_component(inputs: Path, tmp
     (inputs / "broken.py").write_text("def score(a, b):\n    return 1\n")
     settings = components(inputs, f"reward.components.worse.function={inputs / 'broken.py'}:score")(tmp_path)
     tokenizer = load_tokenizer(inputs / "model")
-    with pytest.raises(UserError) as error, open_rewards(settings, {""}, tokenizer, None):
+    with pytest.raises(UserError) as error, open_rewards(settings, RowNames(), tokenizer, None):
         pass
     assert error.value.where.startswith("reward.components.worse.function")
 

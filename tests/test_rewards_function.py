@@ -154,6 +154,38 @@ def test_a_function_of_the_users_is_called_in_its_form(tmp_path, source, kwargs,
         assert pool.score([ask("r", "a")])[0].value == value
 
 
+@pytest.mark.parametrize(
+    ("wrapper", "value"),
+    [("wrapper(*args, **kw):\n  return f(*args, **kw)", 1), ("wrapper(completions):\n  return [2]", 2)],
+)
+def test_a_function_that_wraps_another_has_the_form_of_what_is_called(tmp_path, wrapper, value):
+    """functools.wraps says of any wrapper that it takes what the function inside takes."""
+    source = f"import functools\ndef over(f):\n @functools.wraps(f)\n def {wrapper}\n return wrapper\n"
+    with RewardPool(own(tmp_path, source + "@over\ndef score(solution_str):\n return 1")) as pool:
+        assert pool.score([ask("r")])[0].value == value
+
+
+@pytest.mark.parametrize(
+    ("form", "source", "value"),
+    [
+        ("request", "def score(sample):\n return sample.response == 'r'", 1),
+        ("verl", "def score(**kw):\n return kw['solution_str'] == 'r' and len(kw) == 4", 1),
+        ("verl_batch", "def score(*args, **kw):\n return [kw['solution_strs'] == ['r'] and len(kw) == 4]", 1),
+        ("trl", "def score(*args, **kw):\n return [kw['completions'] == ['r'] and len(kw)]", 3),
+        ("trl", "def score(completions, solution_str=2):\n return [solution_str]", 2),
+    ],
+)
+def test_the_settings_say_the_form_of_a_function_whose_parameters_do_not(tmp_path, form, source, value):
+    with RewardPool(own(tmp_path, source, form=form)) as pool:
+        assert pool.score([ask("r", "a")])[0].value == value
+
+
+@pytest.mark.parametrize("form", ["verl", "verl_batch", "trl"])
+def test_a_function_of_another_form_than_the_settings_say_is_refused(tmp_path, form):
+    message = refused(own(tmp_path, "def score(request): ...", form=form))
+    assert f"reward.form is {form}, but it is score(request)" in message
+
+
 def refused_when_loaded(settings):
     with pytest.raises(UserError) as caught:
         load_function(choose_function(settings))
@@ -175,7 +207,14 @@ FORMS = ["score(request, **kwargs)", "solution_str, ground_truth"]
         ("def scores(request): ...\ndef other(): ...", {}, ["no function 'score'", "scores, other"]),
         ("import math\nx = 1", {}, ["no function 'score'", "defines no function"]),
         ("score = 3", {}, ["no function 'score'"]),
-        ("def score(prompts, completions): ...", {}, ["(prompts, completions)", *FORMS]),
+        ("def score(prompts, answers): ...", {}, ["(prompts, answers)", "reward.form", *FORMS]),
+        ("def score(*args, **kwargs): ...", {}, ["(*args, **kwargs)", "reward.form", *FORMS]),
+        ("def score(completions, solution_str): ...", {}, ["in 2 ways", "reward.form=verl or reward.form=trl"]),
+        ("def score(request, completions): ...", {}, ["in 2 ways", "reward.form=request or reward.form=trl"]),
+        ("def score(solution_strs, gold): ...", {}, ["cannot be called", "gold"]),
+        ("def score(completions, /): ...", {}, ["cannot be called", "completions, /"]),
+        ("def score(completions, trainer_state, **kw): ...", {}, ["trainer_state", "give it a default"]),
+        ("def score(completions, **kw): ...", {"prompts": 1}, ["'prompts'", "comes from the sample"]),
         ("def score(request): ...", {"bonus": 1}, ["cannot be called", "bonus", *FORMS]),
         ("def score(request, bonus): ...", {}, ["cannot be called", "bonus"]),
         ("def score(data_source, solution_str, gold): ...", {}, ["cannot be called", "gold"]),
@@ -201,6 +240,8 @@ def test_a_function_that_cannot_be_used_is_one_clear_error(tmp_path, monkeypatch
         ({"function": "regex"}, ["regex cannot be used", "pattern", "regex(*, pattern: str"]),
         ({"function": "regex", "kwargs": {"pattern": "(("}}, ["no regular expression"]),
         ({"function": "regex", "kwargs": {"pattern": "a"}}, ["needs a group"]),
+        ({"function": "exact_match", "form": "trl"}, ["no function of a file", "leave reward.form out"]),
+        ({"form": "verl"}, ["no function of a file", "reward.function=file.py:function"]),
         ({"function": "exact_match", "kwargs": {"case": True}}, ["'case'", "ignore_case"]),
     ],
 )

@@ -113,7 +113,7 @@ def test_rows_bring_their_verifier_also_where_samples_do_not_say_where_they_are_
     bare = write(tmp_path / "bare.jsonl", records(sampled), drop={"data_source"})
     given = (f"data.train.files=[{tmp_path / 'train.jsonl'}]", f"rollout.from_samples={bare}")
     settings = train_settings(inputs, tmp_path / "run", *BRIEF, *given)
-    assert RunInputs.read(settings, resume=False).data_sources == {"reasoning_gym/chain_sum"}
+    assert RunInputs.read(settings, resume=False).names.sources == {"reasoning_gym/chain_sum"}
 
 
 def rollout(inputs: Path, folder: Path, *changes: str) -> Path:

@@ -47,6 +47,7 @@ _DAPO = ["reward_model.reward_manager=dapo", f"+{_BUFFER}.enable=True"]
 _VIRTUAL = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
 _INTERLEAVED = ["model_engine=megatron", f"{ACTOR}.megatron.pipeline_model_parallel_size=2", f"{_VIRTUAL}=2"]
 _PENALTY = [*_DAPO, f"+{_BUFFER}.len=512", f"+{_BUFFER}.penalty_factor=0.5", f"+{_BUFFER}.log=True"]
+_BATCH = ["reward_model.reward_manager=batch", "custom_reward_function.path=r.py"]
 _ADAPTIVE = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"]
 MEANING = [
     ("batch.prompts_per_step", 1024, []),
@@ -181,6 +182,8 @@ MEANING = [
     ("logging.loggers", [], ["trainer.logger=console"]),
     ("checkpoint.keep_last", 3, ["trainer.max_actor_ckpt_to_keep=3"]),
     ("checkpoint.keep_last", 1_000_000, []),
+    ("reward.form", "verl_batch", _BATCH),
+    ("reward.function", "r.py:score", [*_BATCH, "custom_reward_function.name=score"]),
     ("reward.overlong.buffer_tokens", 512, _PENALTY),
     ("reward.overlong.factor", 0.5, _PENALTY),
     ("reward.overlong.max_tokens", 4096, [*_PENALTY, "+reward_model.reward_kwargs.max_resp_len=4096"]),
@@ -374,7 +377,7 @@ REFUSED = [
     (f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent", [f"{ROLLOUT}.agent.default_agent_loop=mine"]),
     (f"{ROLLOUT}.expert_parallel_size", "set it to 1", [f"{ROLLOUT}.expert_parallel_size=8"]),
     (f"{ACTOR}.strategy", "set it to fsdp", [f"{ACTOR}.strategy=deepspeed"]),
-    ("reward.reward_manager.name", "naive", ["reward_model.reward_manager=batch"]),
+    ("reward.reward_manager.name", "naive", ["reward_model.reward_manager=mine"]),
     ("reward.reward_model.model_path", "one label", ["reward.reward_model.enable=True"]),
     (
         "reward.reward_model.enable_resource_pool",

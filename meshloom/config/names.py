@@ -7,6 +7,19 @@ Always holds: ``meshloom.algorithms`` and ``meshloom.rewards.verifiers`` have ex
 from enum import StrEnum
 
 
+class RewardForm(StrEnum):
+    """How a reward function of the user's own is called."""
+
+    REQUEST = "request"
+    """With one sample: a ``meshloom.rewards.RewardRequest``."""
+    VERL = "verl"
+    """With one sample: ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``."""
+    VERL_BATCH = "verl_batch"
+    """With the lists of a group: ``data_sources``, ``solution_strs``, ``ground_truths``, ``extra_infos``."""
+    TRL = "trl"
+    """With the lists of a group: ``prompts``, ``completions``, ``completion_ids``, and columns of the rows."""
+
+
 class Recipe(StrEnum):
     """Named algorithms; what each chooses is in ``config.recipes``."""
 

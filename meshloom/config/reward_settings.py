@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field
 
 from meshloom.config.base import Count, CountOrZero, NotNegative, Place, Positive, Settings
+from meshloom.config.names import RewardForm
 
 Scalars = dict[str, int | float | bool | str | None]
 FUNCTION, OVERLONG = "function", "overlong"
@@ -114,6 +115,8 @@ class ComponentSettings(Settings):
 
     function: Place | None = None
     """``file.py:function``, or a named one, as ``reward.function``."""
+    form: RewardForm | None = None
+    """How a function of a file is called, as ``reward.form``."""
     kwargs: Scalars = Field(default_factory=dict)
     """Further keyword arguments of the function."""
     model: RewardModelSettings | None = None
@@ -127,8 +130,8 @@ class ComponentSettings(Settings):
     """Number that stands in where the component is invalid; it is counted and told. Default: none, and the sample is
     invalid."""
     deadline_s: Positive | None = None
-    """Seconds one sample may take. Default: ``reward.deadline_s`` for a function; 300 for a judge, all its requests and the
-    waits between them together. A reward model has none of its own."""
+    """Seconds one call of a function, or one sample of a judge, may take. Default: ``reward.deadline_s`` for a function; 300
+    for a judge, all its requests and the waits between them together. A reward model has none of its own."""
 
 
 class Rewarding(Protocol):

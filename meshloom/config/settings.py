@@ -28,6 +28,7 @@ from meshloom.config.critic_settings import CriticSettings
 from meshloom.config.episode_settings import EnvironmentSettings
 from meshloom.config.group_settings import FilterGroupsSettings
 from meshloom.config.model_settings import LoraSettings, ModelSettings, OptimizerSettings
+from meshloom.config.names import RewardForm
 from meshloom.config.reference_settings import ReferenceSettings
 from meshloom.config.reward_settings import ComponentSettings, JudgeSettings, OverlongSettings, RewardModelSettings
 from meshloom.config.rollout_settings import RolloutSettings, SamplingSettings
@@ -127,12 +128,16 @@ class RewardSettings(Settings):
     """``file.py:function``, or a named verifier: ``exact_match``, ``regex``, ``math_verify``, ``reasoning_gym``, ``code``; or
     a named shape: ``tag_format``, ``regex_format``, ``length_penalty``, ``repetition_penalty``. Default: the verifier of the
     data source where it has one."""
+    form: RewardForm | None = None
+    """How a function of a file is called: ``request`` or ``verl`` with one sample, ``verl_batch`` or ``trl`` with the lists of
+    a group. Default: told by the names of its parameters."""
     kwargs: dict[str, int | float | bool | str | None] = Field(default_factory=dict)
     """Further keyword arguments of the function."""
     workers: Count | None = None
     """Processes that score side by side. Default: the processors this process may use."""
     deadline_s: Positive = 10.0
-    """Seconds one sample may take; then its process is killed and the sample is invalid."""
+    """Seconds one call of the function may take, of a sample or of a group; then its process is killed and what it was called
+    with is invalid."""
     max_invalid_share: Share = 0.5
     """A step with a larger share of invalid rewards stops the run."""
     components: dict[str, ComponentSettings] = Field(default_factory=dict)

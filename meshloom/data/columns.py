@@ -60,10 +60,12 @@ def to_row(record: Mapping[str, Any], index: int, place: Place, data: DataSettin
             fix="end each prompt with a user message",
         )
     extra = {name: _plain(value) for name, value in record.items() if name not in used}
+    answer_name, answer = _answer(record, place, data, required=response is None)
     return Row(
         index=index,
         prompt=prompt,
-        answer=_answer(record, place, data, required=response is None),
+        answer=answer,
+        answer_name=answer_name,
         response=response,
         data_source=str(record.get("data_source") or ""),
         extra=extra | _struct(record.get("extra_info"), "extra_info", place),
@@ -159,14 +161,15 @@ def _struct(value: Any, name: str, place: Place) -> dict[str, Any]:
     return value
 
 
-def _answer(record: Mapping[str, Any], place: Place, data: DataSettings, *, required: bool) -> Any:
+def _answer(record: Mapping[str, Any], place: Place, data: DataSettings, *, required: bool) -> tuple[str, Any]:
+    """The answer's name and the answer."""
     truth = _struct(record.get("reward_model"), "reward_model", place)
     if "ground_truth" in truth:
-        return truth["ground_truth"]
+        return "ground_truth", truth["ground_truth"]
     if not data.answer_column or (not required and not _has(record, data.answer_column)):
-        return None
+        return "", None
     fix = "set data.answer_column to one of them, or to '' if the reward needs no answer"
-    return _plain(_column(record, data.answer_column, "data.answer_column", place, fix))
+    return data.answer_column, _plain(_column(record, data.answer_column, "data.answer_column", place, fix))
 
 
 def _split_response(

@@ -41,6 +41,7 @@ def generate(source: SourceSettings, data: DataSettings) -> list[Row]:
             index=index,
             prompt=entry["question"],
             answer=entry["answer"],
+            answer_name="answer",
             response=entry["answer"] if sft else None,
             data_source=PREFIX + name,
             extra={"task": name, "task_args": args, "question": entry["question"], "metadata": entry["metadata"]},

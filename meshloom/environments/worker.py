@@ -59,6 +59,10 @@ class Host:
         self._open: dict[int, Any] = {}
         self._loop = asyncio.new_event_loop()
 
+    def about(self) -> dict[str, Any]:
+        """Nothing: an environment is known by its settings."""
+        return {}
+
     def results(self, message: bytes) -> Iterator[Any]:
         """What a call comes to."""
         yield self._carry_out(*pickle.loads(message))

@@ -121,7 +121,9 @@ def try_loading(kind: type[Worker], spec: Any, deadline_s: float = START_DEADLIN
 
 
 def _ended_early(worker: Worker, death: WorkerDied) -> UserError:
-    return UserError(f"the process of {worker.called} ends {worker.loading}", where=worker.setting, why=str(death))
+    printed = worker.printed()
+    why = f"{death}; it printed: {printed}" if printed else str(death)
+    return UserError(f"the process of {worker.called} ends {worker.loading}", where=worker.setting, why=why)
 
 
 class Pool(ABC, Generic[KeeperT]):

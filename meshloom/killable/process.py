@@ -1,13 +1,14 @@
 """Starting, hearing and killing processes.
 
 Owns: worker processes and the guardian that kills them should this process die. Refuses to know: what they run, queues. Always
-holds: a killed worker takes its children with it; no worker outlives the controller, however that ends; a worker's output
-goes nowhere; a wait has a deadline.
+holds: a killed worker takes its children with it; no worker outlives the controller, however that ends; what a worker prints
+reaches no terminal, and is kept (``output``) or goes nowhere; a wait has a deadline.
 """
 
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import psutil
 
 from meshloom.config.errors import UserError
+from meshloom.killable.output import Output
 from meshloom.killable.serving import frame
 
 _START = (
@@ -44,22 +46,23 @@ class WorkerDied(Exception):
     """The worker's process ended, or no longer speaks the protocol."""
 
 
-def _start(module: str, function: str, descriptor: int, mark: str) -> subprocess.Popen[bytes]:
-    """A fresh interpreter in a session of its own: Ctrl-C in the terminal does not reach it.
+def _start(
+    module: str, function: str, descriptor: int, mark: str, output: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """A fresh interpreter in a session of its own: Ctrl-C in the terminal does not reach it; it prints into ``output``.
 
     It is given this process's import path, and does not import its main program, so it starts the same from a script, a
     test or a notebook. All its descendants inherit the mark.
     """
     path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
     python = [sys.executable, "-c", _START.format(module=module, function=function), str(descriptor), path]
-    nowhere = subprocess.DEVNULL
     return subprocess.Popen(
         ["env", f"{_MARK}={mark}", *python],
         pass_fds=[descriptor],
         start_new_session=True,
-        stdin=nowhere,
-        stdout=nowhere,
-        stderr=nowhere,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
     )
 
 
@@ -154,19 +157,37 @@ class Worker:
     setting: str
     loading: str
     """What it runs, the setting that names it, and since when an end is too early, for errors."""
+    keeps_output = False
+    """Whether what it prints is kept."""
 
     def __init__(self, spec: Any, guardian: Guardian, abandoned: Callable[[], bool] = lambda: False) -> None:
         self._socket, other = socket.socketpair()
         self._mark = uuid.uuid4().hex
-        self._process = _start(self.module, "serve", other.fileno(), self._mark)
+        self._polled = select.poll()
+        self._polled.register(self._socket, select.POLLIN)
+        self._process = self._started(other.fileno())
         other.close()
         self._guardian, self._abandoned = guardian, abandoned
         guardian.watch(self._process.pid, self._mark)
         self._spec, self._buffer = spec, bytearray()
+        self.about: Mapping[str, Any] = {}
+        """What it says of what it has loaded."""
         self.answered = 0
         """Requests it has answered."""
         self.leftovers = 0
         """Threads and processes that earlier requests left in it."""
+
+    def _started(self, descriptor: int) -> subprocess.Popen[bytes]:
+        self._output: Output | None = None
+        if not self.keeps_output:
+            return _start(self.module, "serve", descriptor, self._mark)
+        read, write = os.pipe()
+        self._output = Output(read)
+        self._polled.register(read, select.POLLIN)
+        try:
+            return _start(self.module, "serve", descriptor, self._mark, output=write)
+        finally:
+            os.close(write)
 
     @property
     def pid(self) -> int:
@@ -181,15 +202,30 @@ class Worker:
         """
         try:
             self.send(pickle.dumps(self._spec), deadline_s)
-            answer = json.loads(self.receive(time.monotonic() + deadline_s))
+            answer = self._read_answer(self.receive(time.monotonic() + deadline_s))
         except WorkerLate:
             raise UserError(
                 f"{self.called} was not loaded within {deadline_s:g} s",
                 where=f"{self.setting}: {self._spec}",
                 fix="let the file import quickly; move slow work into the function, behind a cache",
             ) from None
-        if answer:
-            raise UserError(answer.pop("what"), **answer)
+        if "error" in answer:
+            raise UserError(**answer["error"])
+        self.about = answer["about"]
+
+    def _read_answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            answer = json.loads(line)
+            if len(answer.keys() & {"error", "about"}) == 1:
+                return answer
+        except (ValueError, AttributeError):
+            pass
+        raise WorkerDied(f"{self.called} wrote into the channel of its process")
+
+    def printed(self) -> str:
+        """What the first call printed that was not asked for yet; empty where nothing is kept. Of a process that was killed,
+        what it had printed by then."""
+        return self._output.take() if self._output else ""
 
     def send(self, message: bytes, deadline_s: float) -> None:
         """Hand over a message.
@@ -223,10 +259,11 @@ class Worker:
 
     def _receive_more(self, until: float) -> None:
         left = max(0.0, until - time.monotonic())
-        self._socket.settimeout(min(left, _LOOK_S))
         try:
-            chunk = self._socket.recv(2**16)
-        except (TimeoutError, BlockingIOError):
+            chunk = self._chunk(min(left, _LOOK_S))
+        except OSError as error:
+            raise WorkerDied(self._how_it_ended(wait_s=1) or str(error)) from None
+        if chunk is None:
             ended = self._how_it_ended()
             if ended and not self._has_more():
                 raise WorkerDied(ended) from None
@@ -235,11 +272,17 @@ class Worker:
             if not left and not ended:
                 raise WorkerLate from None
             return
-        except OSError as error:
-            raise WorkerDied(self._how_it_ended(wait_s=1) or str(error)) from None
         if not chunk:
             raise WorkerDied(self._how_it_ended(wait_s=1) or f"{self.called} closed the channel of its process")
         self._buffer += chunk
+
+    def _chunk(self, wait_s: float) -> bytes | None:
+        """What the process sent, or nothing if it sent nothing in this time; what it prints meanwhile is read too, so that it
+        never waits for a reader."""
+        ready = {descriptor for descriptor, _ in self._polled.poll(1000 * wait_s)}
+        if self._output and self._output.descriptor in ready and not self._output.drain():
+            self._polled.unregister(self._output.descriptor)
+        return self._socket.recv(2**16) if self._socket.fileno() in ready else None
 
     def _has_more(self) -> bool:
         """Whether anything, if only the end, can be read at once."""
@@ -265,3 +308,5 @@ class Worker:
         self._process.wait()
         self._guardian.forget(self._process.pid)
         self._socket.close()
+        if self._output:
+            self._output.close()

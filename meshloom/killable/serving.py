@@ -4,7 +4,8 @@ Owns: the loop, and the form of messages. Refuses to know: what is asked (a ``Se
 of the socket kills this process when one has passed. Always holds: one line for each call, in order; a child that was forked by
 what is called, and comes back from it, answers nothing.
 
-Protocol: first a setup (a pickle), answered by one line, ``{}`` or the fields of a ``UserError``; then messages, each answered
+Protocol: first a setup (a pickle), answered by one line, ``{"about": …}`` or ``{"error": …}`` with the fields of a
+``UserError``; then messages, each answered
 by a line for each of its calls. Pickles travel towards this process only: what runs here can write to this socket, and must not
 gain anything in the controller by that.
 """
@@ -27,6 +28,10 @@ _HEADER = struct.Struct(">Q")
 
 class Service(Protocol, Generic[ResultT]):
     """What a process answers with, once it has loaded its setup."""
+
+    def about(self) -> dict[str, Any]:
+        """What the other end must know of what was loaded: JSON values."""
+        ...
 
     def results(self, message: bytes) -> Iterator[ResultT]:
         """What the calls of a message come to; whatever called code raises is a result too."""
@@ -53,9 +58,9 @@ def serve(descriptor: int, load: Callable[[Any], Service[Any]]) -> None:
     try:
         service = load(pickle.loads(setup))
     except UserError as error:
-        _send(connection, json.dumps(fields_of(error)).encode())
+        _send(connection, json.dumps({"error": fields_of(error)}).encode())
         return
-    _send(connection, b"{}")
+    _send(connection, json.dumps({"about": service.about()}).encode())
     while (message := _receive(connection)) is not None:
         for result in service.results(message):
             if os.getpid() != own:  # a child that called code forked has come back from it

@@ -31,6 +31,7 @@ class GreedySample:
         reward: none if it is invalid.
         invalid: why.
         parts: further numbers of its reward.
+        printed: by the reward function.
         versions: oldest and newest of the weights that sampled it.
         episode: what its record has besides, where it is an episode: its prompt and its messages among it.
     """
@@ -42,6 +43,7 @@ class GreedySample:
     invalid: str | None
     parts: Mapping[str, float]
     versions: tuple[int, int]
+    printed: str = ""
     episode: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -58,6 +60,7 @@ def greedy_episode(samples: Samples) -> GreedySample:
         reward=float(samples["reward"][last]) if bool(samples["valid"][last]) else None,
         invalid=meta["invalid"][last],
         parts=meta["parts"][last],
+        printed=meta["printed"][0],
         versions=version_range(versions, mask),
         episode={**shown, **episode_fields(samples, last, own)},
     )
@@ -91,6 +94,7 @@ def greedy_record(samples: Samples, sample: int) -> dict[str, Any] | None:
         "finish": greedy["finish"],
         "versions": list(greedy["versions"]),
         "parts": greedy["parts"],
+        **({"printed": greedy["printed"]} if greedy["printed"] else {}),
         **greedy["episode"],
     }
 

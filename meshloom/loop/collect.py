@@ -184,6 +184,7 @@ class Collector:
                 "parts": [dict(r.parts) for r in rewards],
                 "failed": [dict(r.failed) for r in rewards],
                 "remark": [r.detail if r.valid else "" for r in rewards],
+                "printed": [r.printed for r in rewards],
             },
         )
         return with_baseline(group, _greedy_sample(found[self.samples_per_prompt])) if self.greedy else group
@@ -202,6 +203,8 @@ class Collector:
             prompt_ids=prompt.ids,
             response_ids=completion.ids,
             chat=[*before, *chat],
+            prompt_messages=None if isinstance(told, str) else len(before) + len(chat),
+            columns=prompt.row.columns,
         )
 
 
@@ -225,6 +228,7 @@ def _greedy_sample(scored: "Scored") -> GreedySample:
         reward=reward.value,
         invalid=reward.why or None,
         parts=dict(reward.parts),
+        printed=reward.printed,
         versions=(min(completion.versions), max(completion.versions)),
     )
 
@@ -250,6 +254,7 @@ def sample_records(
     has_advantage = "advantage" in samples.rows
     failed = samples.meta.get("failed", [{}] * len(samples))
     remarks = samples.meta.get("remark", [""] * len(samples))
+    printed = samples.meta.get("printed", [""] * len(samples))
     columns = zip(samples.column("ids"), samples.column("version"), samples.column("mask"), strict=True)
     rows = {name: samples.rows[name].tolist() for name in ("prompt", "group", "reward", "valid")}
     for i, (ids, versions, mask) in enumerate(columns):
@@ -280,6 +285,7 @@ def sample_records(
                 "parts": samples.meta["parts"][i],
                 **({"failed": failed[i]} if failed[i] else {}),
                 **({"remark": remarks[i]} if remarks[i] else {}),
+                **({"printed": printed[i]} if printed[i] else {}),
                 **(token_columns(samples, i, own) if exact else {}),
                 **episode_fields(samples, i, own),
             }

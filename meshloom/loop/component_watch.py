@@ -1,8 +1,8 @@
 """The components of a step's rewards: numbers of each, and a word to the user about one that says nothing.
 
 Owns: metrics by component, and when the user is told. Refuses to know: where a component's numbers come from. Always holds: an
-invalid component is in no mean; one that always fails, is the same for all samples, or whose process was killed is told, not
-only counted.
+invalid component is in no mean; one that always fails, applies to no sample, is the same for all samples, or whose process was
+killed is told, not only counted. That a component does not apply to a sample is no failure.
 """
 
 from collections import Counter
@@ -28,11 +28,13 @@ class ComponentNumbers:
         name: of the component.
         values: of the samples where it is valid, each with its group.
         failures: why it is invalid elsewhere, with how often.
+        num_skipped: samples that it does not apply to.
     """
 
     name: str
     values: tuple[tuple[int, float], ...]
     failures: Counter[str]
+    num_skipped: int = 0
 
     @property
     def mean(self) -> float | None:
@@ -73,6 +75,9 @@ class ComponentNumbers:
             yield f"{prefix}/equal_share", self.equal_share
         if self.num_killed:
             yield f"{prefix}/killed", float(self.num_killed)
+        if self.num_skipped:
+            count = self.num_skipped + self.failures.total() + len(self.values)
+            yield f"{prefix}/not_applicable_share", self.num_skipped / count
 
 
 def component_numbers(batch: Samples, names: Sequence[str]) -> list[ComponentNumbers]:
@@ -86,10 +91,18 @@ def component_numbers(batch: Samples, names: Sequence[str]) -> list[ComponentNum
         ComponentNumbers(
             name=name,
             values=tuple((group, part[name]) for group, part in zip(groups, parts, strict=True) if name in part),
-            failures=Counter(failed[name] for failed in batch.meta["failed"] if name in failed),
+            failures=Counter(
+                failed[name] for failed in batch.meta["failed"] if name in failed and not _skips(failed[name])
+            ),
+            num_skipped=sum(name in failed and _skips(failed[name]) for failed in batch.meta["failed"]),
         )
         for name in names
     ]
+
+
+def _skips(why: str) -> bool:
+    """Whether a reason says that a component does not apply."""
+    return why.partition(":")[0] == InvalidReason.NOT_APPLICABLE
 
 
 def by_component(batch: Samples, name: str | None) -> Samples:
@@ -127,6 +140,7 @@ class ComponentWatch:
         """Look at the components of a step."""
         for numbers in component_numbers(batch, self.names):
             self._look(numbers.name, "fails", _always_fails(numbers))
+            self._look(numbers.name, "skips", _never_applies(numbers))
             self._look(numbers.name, "constant", _constant(numbers))
             self._look(numbers.name, "killed", _killed(numbers))
 
@@ -148,6 +162,12 @@ def _always_fails(numbers: ComponentNumbers) -> str:
         return ""
     reason, _ = numbers.failures.most_common(1)[0]
     return f"is invalid for all {numbers.failures.total()} samples of the step, most often: {reason}"
+
+
+def _never_applies(numbers: ComponentNumbers) -> str:
+    if numbers.values or numbers.failures or not numbers.num_skipped:
+        return ""
+    return f"applies to none of the {numbers.num_skipped} samples of the step: its function returned None for all"
 
 
 def _constant(numbers: ComponentNumbers) -> str:

@@ -5,7 +5,7 @@ holds: a template that cannot go on after a turn, a tool without a schema and an
 before the run folder is touched.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from meshloom.config.errors import UserError
 from meshloom.config.problems import require_none
 from meshloom.config.settings import DataSettings, EvalSettings, SourceSettings, TrainSettings
 from meshloom.data.prompts import RenderedPrompts, end_of_turn, render_prompts
-from meshloom.data.rows import Prompt, Row
+from meshloom.data.rows import Prompt, Row, RowNames
 from meshloom.data.sources import load_rows
 from meshloom.environments.chat import ChatRenderer
 from meshloom.environments.pool import EnvironmentPool, tool_schemas
@@ -156,7 +156,7 @@ def _judge_alone(settings: TrainSettings | EvalSettings) -> bool:
 def open_scorer(
     resources: ExitStack,
     settings: TrainSettings | EvalSettings,
-    data_sources: Iterable[str],
+    names: RowNames,
     tokenizer: PreTrainedTokenizerBase,
     models: Models | None,
 ) -> Scorer:
@@ -165,7 +165,7 @@ def open_scorer(
     Args:
         resources: that end it.
         settings: of the run.
-        data_sources: ``data_source`` of all rows, for the default function.
+        names: of the rows: where they are from, for the default function, and their columns.
         tokenizer: of the model that samples.
         models: where reward models are asked; none where there are none.
 
@@ -174,7 +174,7 @@ def open_scorer(
     """
     if _judge_alone(settings):
         return Combination(())
-    return resources.enter_context(open_rewards(settings, data_sources, tokenizer, models))
+    return resources.enter_context(open_rewards(settings, names, tokenizer, models))
 
 
 def unseen_tools(prompts: RunPrompts) -> str:

@@ -81,6 +81,7 @@ class Episode:
         deadline: on the monotonic clock.
         turn_ids: the model's last turn, as sampled.
         asked: number of the request for it.
+        num_opening: messages before the model's first turn.
     """
 
     draw: Draw
@@ -91,6 +92,7 @@ class Episode:
     conversation: Conversation | None = None
     pieces: list[Piece] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    num_opening: int = 0
     num_turns: int = 0
     num_calls: int = 0
     num_errors: int = 0
@@ -112,6 +114,7 @@ class Episode:
         """It has a prompt."""
         self.conversation = conversation
         self.messages = list(conversation.messages)
+        self.num_opening = len(self.messages)
         self.pieces.append(Piece(conversation.text, list(conversation.ids)))
 
     def rewritten(self, conversation: Conversation) -> None:
@@ -151,7 +154,7 @@ class Episode:
         if not pieces:
             prompt, last = fallback[:-1], fallback[-1]
             pieces = [Piece("", list(prompt), [last], [False], [0.0], [version], [0.0])]
-        valid = self.fault is None and reward.valid
+        valid = self.fault is None and (reward.valid or (bool(self.rewards) and not reward.applies))
         total = sum(self.rewards) + (reward.value if reward.valid and reward.value is not None else 0.0)
         count = len(pieces)
         return Samples(
@@ -176,10 +179,11 @@ class Episode:
             meta={
                 "response": [self.response] * count,
                 "finish": [self.finish] * count,
-                "invalid": [reward.why or None if self.fault is None else str(self.fault)] * count,
+                "invalid": [None if valid else reward.why if self.fault is None else str(self.fault)] * count,
                 "parts": [self._parts(reward)] * count,
                 "failed": [dict(reward.failed)] * count,
                 "remark": [reward.detail if reward.valid else ""] * count,
+                "printed": [reward.printed, *[""] * (count - 1)],
                 "messages": [self.messages] * count,
                 "shown": [piece.text for piece in pieces],
             },
@@ -213,4 +217,6 @@ def reward_request(prompt: Prompt, episode: Episode) -> RewardRequest:
         prompt_ids=piece.prompt,
         response_ids=list(piece.ids),
         chat=episode.messages[:last],
+        prompt_messages=episode.num_opening,
+        columns=prompt.row.columns,
     )

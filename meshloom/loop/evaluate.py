@@ -13,9 +13,11 @@ from rich.console import Console
 
 from meshloom.config.errors import UserError
 from meshloom.config.settings import EvalSettings
+from meshloom.data.rows import RowNames
 from meshloom.loop.build import build_actor, build_engine, build_validator, check_engine, require_vocabulary
 from meshloom.loop.environments import run_prompts
 from meshloom.loop.invalid_rewards import refuse_invalid
+from meshloom.loop.printed import PrintedWatch
 from meshloom.loop.reward_models import Models
 from meshloom.loop.rewarding import load_reward_models
 from meshloom.loop.surroundings import open_surroundings
@@ -100,8 +102,8 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
     with ExitStack() as resources:
         scorers = load_reward_models(settings, pick_device(settings.device))
         asked = None if scorers is None else Models(scorers.scores)
-        sources = {prompt.row.data_source for prompt in prompts}
-        around = open_surroundings(resources, settings, found_prompts, sources, tokenizer, asked)
+        names = RowNames.of(prompt.row for prompt in prompts)
+        around = open_surroundings(resources, settings, found_prompts, names, tokenizer, asked)
         bound = MicrobatchBound(settings.data.max_prompt_tokens + settings.rollout.max_response_tokens)
         model = build_actor(settings.model, None, bound, device=settings.device, seed=settings.seed, checkpoint=None)
         longest = settings.validation.max_response_tokens
@@ -111,7 +113,11 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         validator.collector.check()
         described = {"plan_text": plan_text(plan), "plan": json.loads(plan_json(plan))}
         folder = resources.enter_context(RunFolder.create(settings.run_dir, settings=settings, **described))
-        around.tell(lambda text: console.print(text, markup=False, highlight=False), folder.path)
+
+        def notice(text: str) -> None:
+            console.print(text, markup=False, highlight=False)
+
+        around.tell(notice, folder.path)
         folder.set_status(RunState.RUNNING, step=0, steps=0)
         clock = PhaseClock()
         with clock.phase("validate"):
@@ -123,6 +129,7 @@ def evaluate(settings: EvalSettings, console: Console) -> dict[str, Any]:
         folder.log_samples(found.records)
         folder.set_status(RunState.FINISHED, step=0, steps=0)
         write_report(folder.path)
+        PrintedWatch(notice).look(record.get("printed", "") for record in found.records)
         for line in (result_text(metrics), f"samples and report: {settings.run_dir}"):
             console.print(line, highlight=False, soft_wrap=True)
         refuse_invalid(found.invalid, settings, "the evaluation")

@@ -80,7 +80,7 @@ def run_over_devices(carried: Carried, *, resume: bool, only_rollout: bool = Fal
         ranks = _Ranks(settings, plan.layout, workers)
         models = resources.enter_context(asked_on_ranks(workers, ranks.scoring, meanwhile=ranks.scores_meanwhile))
         beside = resources.enter_context(closed_by_failure(workers))
-        around = open_surroundings(beside, settings, inputs.rendered, inputs.data_sources, inputs.tokenizer, models)
+        around = open_surroundings(beside, settings, inputs.rendered, inputs.names, inputs.tokenizer, models)
         checkpoint_bytes = ranks.build(inputs)
         engine = ranks.engine()
         roles = ranks.roles(engine, inputs, around)

@@ -5,7 +5,7 @@ scored. Always holds: one function alone is scored as it is, by its pool; whatev
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from meshloom.algorithms.shaping import overlong_penalty
+from meshloom.config.errors import UserError
+from meshloom.config.near import nearest_first
 from meshloom.config.reward_settings import (
-    FUNCTION,
     OVERLONG,
     ComponentSettings,
     JudgeSettings,
@@ -24,9 +25,10 @@ from meshloom.config.reward_settings import (
     reward_models,
 )
 from meshloom.config.settings import EvalSettings, RewardSettings, TrainSettings
+from meshloom.data.rows import RowNames
 from meshloom.loop.reward_models import Models, ModelScorer
 from meshloom.rewards.combined import Combination, Component, Computed, Scorer
-from meshloom.rewards.functions import alone, errors_of
+from meshloom.rewards.functions import alone, errors_of, parts_of
 from meshloom.rewards.judge import DEADLINE_S, Judge
 from meshloom.rewards.model import RewardModels, open_reader
 from meshloom.rewards.outcome import RewardRequest
@@ -36,7 +38,7 @@ from meshloom.rewards.pool import RewardPool
 @contextmanager
 def open_rewards(
     settings: TrainSettings | EvalSettings,
-    data_sources: Iterable[str],
+    names: RowNames,
     tokenizer: PreTrainedTokenizerBase,
     models: Models | None,
 ) -> Iterator[Scorer]:
@@ -44,7 +46,7 @@ def open_rewards(
 
     Args:
         settings: of the run.
-        data_sources: ``data_source`` of all rows, for the default function.
+        names: of the rows: where they are from, for the default function, and their columns.
         tokenizer: of the model that samples.
         models: where reward models are asked; none where there are none.
 
@@ -54,10 +56,12 @@ def open_rewards(
     reward = settings.reward
     with ExitStack() as resources:
         if not reward.components and reward.overlong is None:
-            yield resources.enter_context(RewardPool(reward, data_sources))
+            pool = resources.enter_context(RewardPool(reward, names.sources))
+            require_columns(pool, names.columns)
+            yield pool
             return
-        given = reward.components or {FUNCTION: ComponentSettings(function=reward.function, kwargs=reward.kwargs)}
-        makes = _Makes(settings, data_sources, tokenizer, models, _workers_of_each(reward, given.values()), resources)
+        given = parts_of(reward)
+        makes = _Makes(settings, names, tokenizer, models, _workers_of_each(reward, given.values()), resources)
         components = [
             Component(
                 name=name,
@@ -69,8 +73,29 @@ def open_rewards(
         ]
         if reward.overlong is not None:
             longest = settings.rollout.max_response_tokens
-            components.append(Component(name=OVERLONG, scorer=Computed(overlong_formula(reward.overlong, longest))))
+            penalty = Computed(overlong_formula(reward.overlong, longest))
+            components.append(Component(name=OVERLONG, scorer=penalty, judges=False))
         yield Combination(tuple(components))
+
+
+def require_columns(pool: RewardPool, there: Collection[str]) -> None:
+    """Refuse a function that takes columns which not all rows have.
+
+    Args:
+        pool: that the function runs in.
+        there: columns that all rows have.
+
+    Raises:
+        UserError: with the columns there are.
+    """
+    missing = [name for name in pool.columns if name not in there]
+    if missing:
+        raise UserError(
+            f"the reward function {pool.spec.name!r} takes {missing[0]!r}, and not all rows have such a column",
+            where=f"reward.function: {pool.spec}",
+            why=f"the columns of all rows are: {', '.join(nearest_first(missing[0], sorted(there))) or 'none'}",
+            fix=f"call it as its column, give it a default, or set data.answer_column={missing[0]} if it is the answer",
+        )
 
 
 def load_reward_models(settings: TrainSettings | EvalSettings, device: torch.device) -> RewardModels | None:
@@ -94,7 +119,7 @@ class _Makes:
     """Makes the scorers of components."""
 
     settings: TrainSettings | EvalSettings
-    data_sources: Iterable[str]
+    names: RowNames
     tokenizer: PreTrainedTokenizerBase
     models: Models | None
     workers: int
@@ -122,7 +147,10 @@ class _Makes:
     def _function(self, name: str, component: ComponentSettings) -> Scorer:
         reward = self.settings.reward
         with errors_of(name, reward):
-            return self.resources.enter_context(RewardPool(alone(reward, component, self.workers), self.data_sources))
+            function = alone(reward, component, self.workers)
+            pool = self.resources.enter_context(RewardPool(function, self.names.sources))
+            require_columns(pool, self.names.columns)
+            return pool
 
 
 def overlong_formula(settings: OverlongSettings, longest: int) -> Callable[[RewardRequest], float]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from meshloom.algorithms.own_checks import check_own
 from meshloom.config.settings import TrainSettings
 from meshloom.data.order import PromptOrder
-from meshloom.data.rows import Prompt
+from meshloom.data.rows import Prompt, RowNames
 from meshloom.loop.build import find_checkpoint, finish_plan, load_prompts, require_tokens, texts_decoder
 from meshloom.loop.critic_role import critic_model_settings
 from meshloom.loop.environments import RunPrompts, run_prompts, unseen_tools
@@ -39,7 +39,7 @@ class RunInputs:
         prompts: that are trained on.
         held_out: prompts of the validation.
         num_dropped: prompts that were too long.
-        data_sources: ``data_source`` of all rows; those of the settings also where samples come from a file.
+        names: of all rows; those of the settings also where samples come from a file.
         saved: samples of a file, in place of those that would be generated.
         order: of the prompts, where the run stands.
     """
@@ -52,7 +52,7 @@ class RunInputs:
     prompts: list[Prompt]
     held_out: list[Prompt]
     num_dropped: int
-    data_sources: frozenset[str]
+    names: RowNames
     saved: SavedSamples | None
     order: PromptOrder
 
@@ -72,7 +72,7 @@ class RunInputs:
         tokenizer = load_tokenizer(settings.model.path)
         rendered = run_prompts(settings, tokenizer)
         prompts, held_out, num_dropped = load_prompts(settings, rendered)
-        data_sources = frozenset(prompt.row.data_source for prompt in (*prompts, *held_out))
+        names = RowNames.of(prompt.row for prompt in (*prompts, *held_out))
         saved = read_saved(settings, texts_decoder(tokenizer))
         if saved is not None:
             prompts, settings = saved.prompts, saved.with_steps(settings)
@@ -88,7 +88,7 @@ class RunInputs:
             prompts=prompts,
             held_out=held_out,
             num_dropped=num_dropped,
-            data_sources=data_sources,
+            names=names,
             saved=saved,
             order=order,
         )

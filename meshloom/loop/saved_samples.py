@@ -53,6 +53,7 @@ class SavedRecord(BaseModel):
     parts: dict[str, float] = {}
     failed: dict[str, str] = {}
     remark: str = ""
+    printed: str = ""
     logprobs: list[float] | None = None
     token_versions: list[int] | None = None
     own: list[tuple[int, int]] | None = None
@@ -299,6 +300,7 @@ def _samples(lines: Sequence[Line], place: int, number: int, *, with_logprobs: b
         "parts": [r.parts for r in records],
         "failed": [r.failed for r in records],
         "remark": [r.remark for r in records],
+        "printed": [r.printed for r in records],
     }
     if with_logprobs:
         tokens["sampler_logprob"] = _column(records, [r.logprobs or () for r in records], torch.float32)
@@ -339,6 +341,7 @@ def _greedy(record: SavedRecord) -> GreedySample:
         reward=record.reward,
         invalid=record.invalid,
         parts=record.parts,
+        printed=record.printed,
         versions=(record.versions[0], record.versions[1]),
         episode={} if record.episode is None else {name: vars(record)[name] for name in _OF_GREEDY_EPISODES},
     )

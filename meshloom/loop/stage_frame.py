@@ -20,6 +20,7 @@ from meshloom.loop.groups import cut_of
 from meshloom.loop.invalid_rewards import check_rewards, refuse_invalid
 from meshloom.loop.kl_control import KlWeight
 from meshloom.loop.model_verbs import Model, ReferencePolicy
+from meshloom.loop.printed import PrintedWatch
 from meshloom.loop.reference_role import WithReference
 from meshloom.loop.residents import Residents
 from meshloom.loop.roles import Lesson, Roles
@@ -73,6 +74,7 @@ class StageFrame:
                 if found is not None:
                     found.enter = self.enter
         self.components = ComponentWatch(component_names(self.settings.reward), self.session.display.notice)
+        self.printed = PrintedWatch(self.session.display.notice)
         self.short = ShortWatch(self.settings, self.session.display.notice)
         self.kl_weight = KlWeight.of(self.settings.algorithm)
         self.own, self.frozen = digests(self.settings.algorithm), frozen_digests(self.settings)
@@ -102,6 +104,7 @@ class StageFrame:
             RunFault: if too many of them are invalid.
         """
         self.components.look(batch)
+        self.printed.look(batch.meta.get("printed", ()))
         scored, self.scored = self.scored or [batch], []
         check_rewards(concat(scored), self.settings)
         self.spread.look(batch)
@@ -148,6 +151,7 @@ class StageFrame:
             found = self.roles.validator.run(step, self.session.clock)
         self.session.log("validation", found.metrics, step=step)
         self.session.log_samples(lambda: found.records)
+        self.printed.look(record.get("printed", "") for record in found.records)
         if step == 0:  # nothing is learned yet: what fails here would fail in each step
             refuse_invalid(found.invalid, self.settings, "the first validation")
         return found.metrics.get("accuracy")

@@ -4,7 +4,7 @@ Owns: opening both for a run. Refuses to know: how either works, who samples. Al
 from this machine is found before the first of them could run.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from meshloom.config.settings import EvalSettings, TrainSettings
+from meshloom.data.rows import RowNames
 from meshloom.loop.environments import RunPrompts, open_environments, open_scorer
 from meshloom.loop.episodes import Environments
 from meshloom.loop.isolation import check_isolation, tell_isolation
@@ -43,7 +44,7 @@ def open_surroundings(
     resources: ExitStack,
     settings: TrainSettings | EvalSettings,
     rendered: RunPrompts,
-    data_sources: Iterable[str],
+    names: RowNames,
     tokenizer: PreTrainedTokenizerBase,
     models: Models | None,
 ) -> Surroundings:
@@ -53,7 +54,7 @@ def open_surroundings(
         resources: that close it.
         settings: of the run.
         rendered: its prompts.
-        data_sources: ``data_source`` of all rows, for the default function.
+        names: of the rows: where they are from, for the default function, and their columns.
         tokenizer: of the model that samples.
         models: where reward models are asked; none where there are none.
 
@@ -61,5 +62,5 @@ def open_surroundings(
         UserError: if a reward cannot be made, an environment cannot be loaded, or programs would run without what is demanded.
     """
     isolation = check_isolation(settings.reward)
-    scorer = open_scorer(resources, settings, data_sources, tokenizer, models)
+    scorer = open_scorer(resources, settings, names, tokenizer, models)
     return Surroundings(scorer, open_environments(resources, settings, rendered), isolation)

@@ -126,7 +126,7 @@ def _build_roles(
     """
     settings, tokenizer = inputs.settings, inputs.tokenizer
     models = None if scorers is None else Models(scorers.scores)
-    around = open_surroundings(resources, settings, inputs.rendered, inputs.data_sources, tokenizer, models)
+    around = open_surroundings(resources, settings, inputs.rendered, inputs.names, tokenizer, models)
     bound = MicrobatchBound(settings.batch.tokens_per_microbatch, settings.batch.samples_per_microbatch)
     actor = build_actor(
         settings.model,

@@ -54,6 +54,7 @@ class SampleRecord(TypedDict):
     parts: Mapping[str, float]
     failed: NotRequired[Mapping[str, str]]
     remark: NotRequired[str]
+    printed: NotRequired[str]
 
 
 def encode(record: Mapping[str, Any]) -> bytes:

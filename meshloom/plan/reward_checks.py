@@ -63,6 +63,9 @@ def check_components(found: Findings, settings: TrainSettings | EvalSettings) ->
     if reward.components and reward.kwargs:
         what = "reward.kwargs is not used, as each component has its own"
         found.warn("W007", "reward.kwargs", what, fix="set reward.components.NAME.kwargs")
+    if reward.components and reward.form is not None:
+        what = "reward.form is not used, as each component has its own"
+        found.warn("W007", "reward.form", what, fix="set reward.components.NAME.form")
     if reward.components and not any(component.weight for component in reward.components.values()):
         what = "all components of the reward have the weight 0: every reward would be the same"
         first = f"reward.components.{next(iter(reward.components))}.weight=1.0"
@@ -95,6 +98,8 @@ def _check_component(found: Findings, name: str, component: ComponentSettings) -
         found.refuse("W009", path, f"{path} needs exactly one of {', '.join(_KINDS)}; {have}", fix=fix)
     if component.kwargs and component.function is None:
         found.warn("W010", f"{path}.kwargs", f"{path}.kwargs is not used, as {name} is no function")
+    if component.form is not None and component.function is None:
+        found.warn("W010", f"{path}.form", f"{path}.form is not used, as {name} is no function")
     if component.model is not None:
         if component.deadline_s is not None:
             found.warn("W010", f"{path}.deadline_s", f"{path}.deadline_s is not used: a reward model has no deadline")

@@ -2,13 +2,14 @@
 
 Owns: the sum. Refuses to know: where a component's number comes from. Always holds: a sample is invalid if one of its
 components is, unless the settings name a number that stands in; the reason names the component; an invalid component never
-counts as 0 by itself.
+counts as 0 by itself. A component that does not apply to a sample is left out of its sum; a sample that none applies to is
+invalid.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
@@ -68,12 +69,14 @@ class Component:
         scorer: gives it.
         weight: factor in the sum; with 0 it is only logged.
         fallback: stands in where it is invalid; none: the sample is invalid.
+        judges: it says something of the answer; a penalty alone makes no reward.
     """
 
     name: str
     scorer: Scorer
     weight: float = 1.0
     fallback: float | None = None
+    judges: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,24 +100,38 @@ def combine(found: Sequence[tuple[Component, Reward]]) -> Reward:
     says why each invalid one is.
     """
     total, parts, failed = 0.0, {}, {}
-    remarks = "\n".join(reward.detail for _, reward in found if reward.valid and reward.detail)
     fault: Reward | None = None
     for component, reward in found:
+        parts |= {f"{component.name}/{name}": value for name, value in reward.parts.items()}
         if reward.value is not None:
             parts[component.name] = reward.value
             total += component.weight * reward.value if component.weight else 0.0
-        else:
-            failed[component.name] = reward.why
-            if component.weight and component.fallback is not None:
-                total += component.weight * component.fallback
-            elif component.weight and fault is None:
-                fault = Reward(value=None, reason=reward.reason, detail=f"{component.name}: {reward.detail}")
-        parts |= {f"{component.name}/{name}": value for name, value in reward.parts.items()}
+            continue
+        failed[component.name] = reward.why
+        if not component.weight or not reward.applies:
+            continue
+        if component.fallback is not None:
+            total += component.weight * component.fallback
+        elif fault is None:
+            fault = Reward(value=None, reason=reward.reason, detail=f"{component.name}: {reward.detail}")
+    printed = "\n".join(f"{component.name}: {reward.printed}" for component, reward in found if reward.printed)
+    fault = fault or _nothing_applies(found)
     if fault is None and not math.isfinite(total):
         fault = Reward(value=None, reason=InvalidReason.NOT_A_NUMBER, detail=f"the weighted sum is {total}")
     if fault is not None:
-        return Reward(value=None, reason=fault.reason, detail=fault.detail, parts=parts, failed=failed)
-    return Reward(value=total, detail=remarks, parts=parts, failed=failed)
+        return replace(fault, parts=parts, failed=failed, printed=printed)
+    remarks = "\n".join(reward.detail for _, reward in found if reward.valid and reward.detail)
+    return Reward(value=total, detail=remarks, parts=parts, failed=failed, printed=printed)
+
+
+def _nothing_applies(found: Sequence[tuple[Component, Reward]]) -> Reward | None:
+    """Why a sample that no component judges has no reward; none if one does."""
+    weighed = [(component, reward) for component, reward in found if component.weight]
+    skipped = [component.name for component, reward in weighed if not reward.applies]
+    if not skipped or any(component.judges and reward.applies for component, reward in weighed):
+        return None
+    detail = f"the sample is for none of {', '.join(skipped)} to judge"
+    return Reward(value=None, reason=InvalidReason.NOT_APPLICABLE, detail=detail)
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,29 @@
-"""Which function scores, and how it is called.
+"""Which function scores.
 
-Owns: the choice of a reward function from settings, the loading of a user's file, its signature. Refuses to know: pools,
-deadlines. Always holds: a user's file runs in worker processes only, and all of them run the text it had when the run
-began; a function that cannot be called as announced is refused before the first sample.
+Owns: the choice of a reward function from settings, the loading of a user's file. Refuses to know: pools, deadlines, how a
+function is called (``forms``). Always holds: a user's file runs in worker processes only, and all of them run the text it had
+when the run began; a function that cannot be called as announced is refused before the first sample.
 """
 
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshloom.config.errors import UserError
-from meshloom.config.names import Verifier
+from meshloom.config.names import RewardForm, Verifier
 from meshloom.config.user_file import told
-from meshloom.rewards.outcome import RewardRequest
-from meshloom.rewards.verifiers import VERIFIERS, Scorer
+from meshloom.rewards.forms import Loaded, of_samples, with_form
+from meshloom.rewards.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
     from meshloom.config.settings import RewardSettings
 
 _CHOICES = f"reward.function: file.py:function, or one of {', '.join(VERIFIERS)}"
-_FORMS = (
-    "def score(request, **kwargs)  (a meshloom.rewards.RewardRequest), "
-    "or def score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
-)
 _MODULE = "meshloom_user_reward"
 CODE_SHARE = 0.8
 """Share of a sample's deadline that the tests of a program may take; what is left is for starting and comparing."""
@@ -42,12 +38,14 @@ class FunctionSpec:
         path: the user's file; none: a named verifier.
         source: the file's bytes, read once.
         kwargs: further keyword arguments of the function.
+        form: how the function in the file is called; none: told by its parameters.
     """
 
     name: str
     path: str | None = None
     source: bytes = b""
     kwargs: Mapping[str, Any]
+    form: RewardForm | None = None
 
     def __str__(self) -> str:
         return f"{self.path}:{self.name}" if self.path else self.name
@@ -64,6 +62,13 @@ def choose_function(settings: "RewardSettings", data_sources: Iterable[str] = ()
         UserError: if no function is given and the data bring none; if its name or file does not exist.
     """
     kwargs = dict(settings.kwargs)
+    if settings.form is not None and ":" not in (settings.function or ""):
+        raise UserError(
+            f"reward.form is {settings.form}, but no function of a file is named",
+            where="reward.form",
+            why="named functions and verifiers are called with one sample",
+            fix="leave reward.form out, or set reward.function=file.py:function",
+        )
     if settings.function is None:
         names = set(data_sources)
         if names and all(name.startswith("reasoning_gym/") for name in names):
@@ -87,7 +92,9 @@ def choose_function(settings: "RewardSettings", data_sources: Iterable[str] = ()
             why="a function of your own is named with its file: rewards.py:score",
             fix=f"did you mean {near[0]}?" if near else f"set {_CHOICES}",
         )
-    return FunctionSpec(name=name, path=str(Path(path).resolve()), source=_read(Path(path)), kwargs=kwargs)
+    return FunctionSpec(
+        name=name, path=str(Path(path).resolve()), source=_read(Path(path)), kwargs=kwargs, form=settings.form
+    )
 
 
 def code_arguments(settings: "RewardSettings") -> dict[str, Any]:
@@ -140,7 +147,7 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def load_function(spec: FunctionSpec) -> Scorer:
+def load_function(spec: FunctionSpec) -> Loaded:
     """The scoring function, ready to be called. Runs the user's code: for worker processes only.
 
     Raises:
@@ -157,14 +164,14 @@ def load_function(spec: FunctionSpec) -> Scorer:
             why=_functions_in(module, spec.name),
             fix="name a function of the file",
         )
-    return _adapt(function, spec)
+    return with_form(function, spec)
 
 
-def _load_verifier(spec: FunctionSpec) -> Scorer:
+def _load_verifier(spec: FunctionSpec) -> Loaded:
     verifier = VERIFIERS[spec.name]
     try:
         inspect.signature(verifier).bind(**spec.kwargs)
-        return verifier(**spec.kwargs)
+        return of_samples(spec.name, verifier(**spec.kwargs))
     except (TypeError, ValueError) as error:
         raise UserError(
             f"the verifier {spec.name} cannot be used with these arguments",
@@ -202,62 +209,3 @@ def _functions_in(module: ModuleType, wanted: str) -> str:
 def _module_of(value: object) -> str | None:
     """Name of the module a function or class was defined in."""
     return value.__module__ if inspect.isfunction(value) or inspect.isclass(value) else None
-
-
-def _adapt(function: Callable[..., Any], spec: FunctionSpec) -> Scorer:
-    """A function of one request from a user's function of either form."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise _wrong_signature(spec, str(error)) from error
-    parameters = signature.parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    first = next(iter(parameters), None)
-    if first == "request":
-        call, example = _own_form(function, spec.kwargs), {"request": None}
-    elif "solution_str" in parameters:
-        named = [name for name in _verl_arguments(_EXAMPLE) if takes_any or name in parameters]
-        call, example = _verl_form(function, named, spec.kwargs), dict.fromkeys(named)
-    else:
-        raise _wrong_signature(spec, f"it is {spec.name}{signature}")
-    if repeated := sorted(set(example) & set(spec.kwargs)):
-        raise UserError(f"reward.kwargs sets {repeated[0]!r}, which comes from the sample", where="reward.kwargs")
-    try:
-        request = () if first != "request" else (None,)
-        signature.bind(*request, **({} if request else example), **spec.kwargs)
-    except TypeError as error:
-        raise _wrong_signature(spec, f"it is {spec.name}{signature}: {error}") from error
-    return call
-
-
-_EXAMPLE = RewardRequest(response="", answer=None, data_source="", extra={}, prompt="", finish="")
-
-
-def _verl_arguments(request: RewardRequest) -> dict[str, Any]:
-    return {
-        "data_source": request.data_source,
-        "solution_str": request.response,
-        "ground_truth": request.answer,
-        "extra_info": request.extra,
-    }
-
-
-def _verl_form(function: Callable[..., Any], named: list[str], kwargs: Mapping[str, Any]) -> Scorer:
-    def score(request: RewardRequest) -> Any:
-        arguments = _verl_arguments(request)
-        return function(**{name: arguments[name] for name in named}, **kwargs)
-
-    return score
-
-
-def _own_form(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Scorer:
-    return lambda request: function(request, **kwargs)
-
-
-def _wrong_signature(spec: FunctionSpec, why: str) -> UserError:
-    return UserError(
-        f"the reward function {spec.name!r} cannot be called",
-        where=f"reward.function: {spec}, with reward.kwargs: {sorted(spec.kwargs) or 'none'}",
-        why=why,
-        fix=f"write it as {_FORMS}; kwargs are those of reward.kwargs",
-    )

@@ -5,6 +5,7 @@ rewards add up. Always holds: a function is tried as a run loads it, in a proces
 nothing.
 """
 
+import re
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,9 @@ from meshloom.config.settings import RewardSettings
 from meshloom.killable.pool import START_DEADLINE_S, try_loading
 from meshloom.rewards.function import choose_function, load_function
 from meshloom.rewards.keeper import RewardWorker
+
+_SETTING = re.compile(r"\breward\.(function|form|kwargs|deadline_s)\b")
+"""Settings that a component has too."""
 
 
 def alone(reward: RewardSettings, component: ComponentSettings, workers: int) -> RewardSettings:
@@ -27,11 +31,19 @@ def alone(reward: RewardSettings, component: ComponentSettings, workers: int) ->
     """
     return RewardSettings(
         function=component.function,
+        form=component.form,
         kwargs=component.kwargs,
         workers=workers,
         deadline_s=component.deadline_s or reward.deadline_s,
         code=reward.code,
     )
+
+
+def parts_of(reward: RewardSettings) -> dict[str, ComponentSettings]:
+    """The reward's components by name; one function alone is one of them."""
+    return reward.components or {
+        FUNCTION: ComponentSettings(function=reward.function, form=reward.form, kwargs=reward.kwargs)
+    }
 
 
 @contextmanager
@@ -42,8 +54,8 @@ def errors_of(name: str, reward: RewardSettings) -> Iterator[None]:
     except UserError as error:
         if not reward.components:
             raise
-        where = error.where.replace("reward.", f"reward.components.{name}.", 1)
-        raise UserError(error.what, where=where, why=error.why, fix=error.fix) from error
+        where, fix = (_SETTING.sub(rf"reward.components.{name}.\1", text) for text in (error.where, error.fix))
+        raise UserError(error.what, where=where, why=error.why, fix=fix) from error
 
 
 def refusals(
@@ -57,7 +69,7 @@ def refusals(
         known: settings of functions that are not tried.
         start_deadline_s: seconds that a file may take to be imported.
     """
-    given = reward.components or {FUNCTION: ComponentSettings(function=reward.function, kwargs=reward.kwargs)}
+    given = parts_of(reward)
     for name, component in given.items():
         path = f"reward.components.{name}.function" if reward.components else "reward.function"
         if component.function is None or component.function == Verifier.CODE or path in known:

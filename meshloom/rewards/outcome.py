@@ -18,6 +18,10 @@ class InvalidReason(StrEnum):
     """Its process ended."""
     NOT_A_NUMBER = "not_a_number"
     """It returned NaN, an infinity, or something that is no number."""
+    BAD_LIST = "bad_list"
+    """It takes lists, and returned none, or one of another length."""
+    NOT_APPLICABLE = "not_applicable"
+    """It returned None where that says that the sample is not its to judge, and nothing else judges it."""
     TOO_LONG = "too_long"
     """It is longer than what scores it can read."""
     NO_ANSWER = "no_answer"
@@ -43,6 +47,9 @@ class RewardRequest:
         response_ids: tokens that were sampled; of an episode all behind the prompt, the environment's among them.
         chat: messages before ``response``, ``{role, content}`` each; a prompt that is plain text is one of the user. In an
             episode ``response`` is the model's last turn.
+        prompt_messages: how many of them are the row's prompt, or an episode's first messages; none where the prompt is plain
+            text.
+        columns: of the row by name: the further ones, the answer under its own name, and ``data_source`` where it has one.
     """
 
     response: str
@@ -54,6 +61,8 @@ class RewardRequest:
     prompt_ids: Sequence[int] = ()
     response_ids: Sequence[int] = ()
     chat: Sequence[Mapping[str, Any]] = ()
+    prompt_messages: int | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +78,17 @@ class Reward:
     """Further numbers the function returned in its dict, logged by name; of a reward of several components, theirs."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Of a reward of several components: why each invalid one is, by name."""
+    printed: str = ""
+    """What the function printed meanwhile, within bounds; of a function that takes lists it stands at the first of them."""
 
     @property
     def valid(self) -> bool:
         return self.reason is None
+
+    @property
+    def applies(self) -> bool:
+        """Whether this is for the sample: a value, or a failure to find one."""
+        return self.reason is not InvalidReason.NOT_APPLICABLE
 
     @property
     def why(self) -> str:

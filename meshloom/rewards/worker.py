@@ -1,105 +1,83 @@
 """The process reward functions run in.
 
-Owns: calling the function and turning what it returns or raises into a reward. Refuses to know: deadlines, sockets
-(``killable.serving``). Always holds: one line of JSON for each request, in order; what the function does to this process costs
-no other request, since its keeper starts a new one.
+Owns: calling the function. Refuses to know: deadlines, sockets (``killable.serving``), what a value means (``returned``).
+Always holds: one line of JSON for each sample, in order; what the function does to this process costs no other call, since its
+keeper starts a new one.
 
-The setup is a ``FunctionSpec``; a message is a batch (a pickled list of pickled requests), each request answered by one line
-``[value, reason, detail, parts, leftovers]``, the last being the number of threads and processes that functions left behind in
-this process.
+The setup is a ``FunctionSpec``; a message is a batch of calls (a pickled list of lists of pickled requests), each sample
+answered by one line ``[value, reason, detail, parts, leftovers]``, the last being the number of threads and processes that
+functions left behind in this process. Behind what a sample's call printed there is a mark (``killable.output``).
 """
 
+import asyncio
 import inspect
 import json
-import math
 import os
 import pickle
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, SupportsFloat
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from meshloom.killable import serving
+from meshloom.killable.output import Printing
+from meshloom.rewards.forms import Loaded
 from meshloom.rewards.function import load_function
 from meshloom.rewards.outcome import InvalidReason
+from meshloom.rewards.returned import Outcome, bounded, invalid, read_list, read_value
 from meshloom.rewards.sandbox.client import KEPT
-from meshloom.rewards.verifiers import Scorer
-
-DETAIL_CHARACTERS = 2000
-"""Bound on the text that explains an invalid reward."""
-_MAX_PARTS = 64
-
-Outcome = tuple[float | None, InvalidReason | None, str, dict[str, float]]
 
 
 def serve(descriptor: int) -> None:
-    """Answer the setup and all batches on a socket until its other end closes."""
-    serving.serve(descriptor, lambda spec: Scoring(load_function(spec)))
+    """Answer the setup and all calls on a socket until its other end closes."""
+    printing = Printing()
+    serving.serve(descriptor, lambda spec: Scoring(load_function(spec), printing))
 
 
 class Scoring:
-    """What batches are answered with.
+    """What calls are answered with.
 
     Args:
-        scorer: the function.
+        function: that is called.
+        printing: is told where a call ends.
     """
 
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+    def __init__(self, function: Loaded, printing: Printing) -> None:
+        self._function, self._printing = function, printing
+        self._runner = asyncio.Runner()
+
+    def about(self) -> dict[str, Any]:
+        """How the function is called."""
+        return {"takes_groups": self._function.takes_groups, "columns": list(self._function.columns)}
 
     def results(self, message: bytes) -> Iterator[Outcome]:
-        """What the function says of each request of a batch."""
-        return (_score(self._scorer, request) for request in pickle.loads(message))
+        """What the function says of each sample."""
+        return (outcome for requests in pickle.loads(message) for outcome in self._outcomes(requests))
 
     def line(self, result: Outcome) -> bytes:
         """An outcome, and what functions have left behind by then."""
+        self._printing.end_call()
         return json.dumps([*result, _leftovers()], allow_nan=False).encode()
 
+    def _outcomes(self, requests: Sequence[bytes]) -> list[Outcome]:
+        function, count = self._function, len(requests)
+        try:
+            returned = function.call([pickle.loads(request) for request in requests])
+            if inspect.iscoroutine(returned):
+                returned = self._awaited(returned)
+            if not function.takes_groups:
+                return [read_value(returned)]
+            return read_list(returned, count, function)
+        except BaseException as error:  # whatever a reward function raises, SystemExit too, costs its own samples only
+            detail = bounded(serving.error_text(error))
+            return [invalid(InvalidReason.RAISED, detail, function, count)] * count
 
-def _score(scorer: Scorer, request: bytes) -> Outcome:
-    try:
-        result = scorer(pickle.loads(request))
-        if inspect.iscoroutine(result):
-            import asyncio
-
-            result = asyncio.run(result)
-        return _read_result(result)
-    except BaseException as error:  # whatever a reward function raises, SystemExit too, costs its own sample only
-        return None, InvalidReason.RAISED, _bounded(serving.error_text(error)), {}
-
-
-def _read_result(result: Any) -> Outcome:
-    parts: dict[str, float] = {}
-    score, remark = result, ""
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            names = ", ".join(map(str, list(result)[:10]))
-            return None, InvalidReason.NOT_A_NUMBER, _bounded(f"a dict without 'score'; its keys: {names}"), {}
-        score = result["score"]
-        remark = _bounded(result["remark"]) if isinstance(result.get("remark"), str) else ""
-        numbers = {_bounded(str(key), 100): _number(value) for key, value in result.items() if key != "score"}
-        parts = {name: number for name, number in list(numbers.items())[:_MAX_PARTS] if number is not None}
-    value = _number(score)
-    if value is None:
-        hint = " (a function without a return?)" if result is None else ""
-        return None, InvalidReason.NOT_A_NUMBER, _bounded(f"{type(score).__name__}: {score!r}{hint}"), parts
-    return value, None, remark, parts
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, or nothing. Strings are no numbers."""
-    if not isinstance(value, SupportsFloat):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _bounded(text: str, limit: int = DETAIL_CHARACTERS) -> str:
-    """Text that any file can hold: no lone surrogates, no more than ``limit`` characters."""
-    text = text[: limit + 1].encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    def _awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What a coroutine returns. All calls share a loop, as clients that a function keeps do not outlive theirs; threads
+        that it uses end with the call."""
+        with ThreadPoolExecutor(thread_name_prefix="asyncio") as threads:
+            self._runner.get_loop().set_default_executor(threads)
+            return self._runner.run(coroutine)
 
 
 def _leftovers() -> int:

@@ -3,6 +3,7 @@
 Owns: their meaning here. Always holds: what changes the prompts, the answers or the score is translated or refused.
 """
 
+from meshloom.config.names import RewardForm
 from meshloom.config.verl.reward_rules import BUFFER, overlong_rules, scorer_rules
 from meshloom.config.verl.sheet import Native, Sheet
 
@@ -209,6 +210,7 @@ _MANAGERS = {
     "naive": "each response is scored by its function",
     "prime": "responses are scored side by side, each by its function",
     "dapo": "without its length penalty it scores as the naive one does",
+    "batch": "without a function of the user's responses are scored one by one",
     "rate_limited": "responses are scored side by side, each by its function; a limit of calls is the function's own",
 }
 
@@ -216,11 +218,17 @@ _MANAGERS = {
 def _manager(sheet: Sheet) -> None:
     key = "reward.reward_manager.name"
     manager = sheet.text(key) or "naive"
+    if manager == "batch" and sheet.has(f"{_FUNCTION}.path"):
+        sheet.set("reward.form", str(RewardForm.VERL_BATCH), key)
+        sheet.warn(
+            key, "the function is called with the samples of one prompt at a time, not with those of a whole batch"
+        )
+    else:
+        sheet.ignore(_MANAGERS.get(manager, ""), key)
     extra = _keys(sheet, "reward.reward_kwargs")
     if manager not in _MANAGERS:
         forms = f"managers that are understood: {', '.join(_MANAGERS)}"
-        sheet.refuse(key, f"the manager {manager!r} has no counterpart; score one response in a function; {forms}")
-    sheet.ignore(_MANAGERS.get(manager, ""), key)
+        sheet.refuse(key, f"the manager {manager!r} has no counterpart; score responses in a function; {forms}")
     used = overlong_rules(sheet) if manager == "dapo" else False
     why = (
         "the manager's length penalty is off" if manager == "dapo" else f"the manager {manager!r} has no such argument"
