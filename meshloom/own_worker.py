@@ -5,9 +5,6 @@ wrong is said in the words of a run, which tries them in its own process; torch 
 ``AlgorithmSettings``.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 from meshloom.config.settings import AlgorithmSettings
 from meshloom.killable import serving
 from meshloom.killable.process import Worker
@@ -25,19 +22,10 @@ def serve(descriptor: int) -> None:
     serving.serve(descriptor, _Tried)
 
 
-class _Tried:
+class _Tried(serving.LoadOnly):
     """Answers nothing once its functions were tried."""
 
     def __init__(self, algorithm: AlgorithmSettings) -> None:
         from meshloom.algorithms.own_checks import check_own
 
         check_own(algorithm)
-
-    def about(self) -> dict[str, Any]:
-        return {}
-
-    def results(self, message: bytes) -> Iterator[None]:
-        return iter(())
-
-    def line(self, result: None) -> bytes:
-        return b"{}"

@@ -64,17 +64,11 @@ def serve(descriptor: int) -> None:
     serving.serve(descriptor, _Rendered)
 
 
-class _Rendered:
+class _Rendered(serving.LoadOnly):
     """Answers nothing once its prompts were rendered."""
 
     def __init__(self, rendering: Rendering) -> None:
         render_some(rendering.settings)
-
-    def results(self, message: bytes) -> Iterator[None]:
-        return iter(())
-
-    def line(self, result: None) -> bytes:
-        return b"{}"
 
 
 def render_some(settings: AnySettings) -> None:

@@ -42,6 +42,19 @@ class Service(Protocol, Generic[ResultT]):
         ...
 
 
+class LoadOnly:
+    """A service that has done what it is for once it is loaded, and is asked nothing."""
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+    def results(self, message: bytes) -> Iterator[None]:
+        return iter(())
+
+    def line(self, result: None) -> bytes:
+        return b"{}"
+
+
 def serve(descriptor: int, load: Callable[[Any], Service[Any]]) -> None:
     """Answer the setup and all messages on a socket until its other end closes.
 
