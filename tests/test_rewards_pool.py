@@ -337,6 +337,24 @@ def test_closing_kills_at_once_and_cancels_the_rest(functions):
         pool.submit(ask("value:1"))
 
 
+def test_a_pool_ends_though_its_processes_are_held(functions):
+    """Whoever handed a long sample to a process that does not read waited for all of the sample's time, and for a guardian that
+    was held without end."""
+    before = children_that_run("rewards.worker"), children_that_run("killable.guardian")
+    pool = RewardPool(RewardSettings(function=functions, workers=1, deadline_s=600))
+    assert pool.score([ask("value:1")])[0].value == 1
+    held = (children_that_run("rewards.worker") - before[0]) | (children_that_run("killable.guardian") - before[1])
+    for process in held:
+        process.suspend()
+    future = pool.submit(ask("value:1" + " " * 10_000_000))
+    time.sleep(0.5)
+    start = time.monotonic()
+    pool.close()
+    assert len(held) == 2 and time.monotonic() - start < 100
+    with pytest.raises(CancelledError):
+        future.result(timeout=0)
+
+
 @pytest.mark.parametrize("busy", ["sleep:600", "hang holding", "child then hang", "value:1"])
 def test_nothing_outlives_a_controller_that_is_killed(functions, busy):
     """kill -9 on the controller, with workers idle, busy, or busy holding the interpreter's lock."""

@@ -36,6 +36,8 @@ _MARK = "MESHLOOM_REWARD_WORKER"
 _LOOK_S = 0.05
 """How often a wait looks whether the worker still lives."""
 _MAX_LINE_BYTES = 2**20
+_END_S = 3.0
+"""Seconds that the guardian is given to end by itself."""
 
 
 class WorkerLate(Exception):
@@ -139,7 +141,11 @@ class Guardian:
             if self._process.returncode is None:
                 self._tell("end\n")
                 os.close(self._pipe)
-                self._process.wait()
+                try:
+                    self._process.wait(_END_S)
+                except subprocess.TimeoutExpired:  # it is held, and cannot follow
+                    self._process.kill()
+                    self._process.wait()
 
 
 class Worker:
@@ -234,13 +240,18 @@ class Worker:
             WorkerLate: if the worker does not take it in time.
             WorkerDied: if it has ended.
         """
-        self._socket.settimeout(deadline_s)
-        try:
-            self._socket.sendall(frame(message))
-        except TimeoutError:
-            raise WorkerLate from None
-        except OSError as error:
-            raise WorkerDied(self._how_it_ended() or str(error)) from None
+        left, until = memoryview(frame(message)), time.monotonic() + deadline_s
+        while left:
+            self._socket.settimeout(_LOOK_S)
+            try:
+                left = left[self._socket.send(left) :]
+            except TimeoutError:  # its process may be held
+                if self._abandoned():
+                    raise WorkerDied("no longer needed") from None
+                if time.monotonic() > until:
+                    raise WorkerLate from None
+            except OSError as error:
+                raise WorkerDied(self._how_it_ended() or str(error)) from None
 
     def receive(self, until: float) -> bytes:
         """The next line, waiting for it until a time of the monotonic clock.
