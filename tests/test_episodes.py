@@ -431,3 +431,33 @@ def test_over_devices_episodes_are_those_of_one_process(inputs: Path, tmp_path: 
         run = tool_run(inputs, tmp_path / name, *tools, *rows, *own, *more)
         found[name] = [(r["kind"], r["group"], r["response_ids"], r["reward"]) for r in read_samples(run)]
     assert found["one"] == found["two"] == found["apart"]
+
+
+LISTS = """
+def lists(prompts, completions, number, completion_ids, **columns):
+    print(len(completions), "episodes")
+    assert all(prompt[-1]["role"] == "user" and prompt[-1]["content"].startswith("begin") for prompt in prompts)
+    for messages in completions:
+        assert [message["role"] for message in messages] in (["assistant"], ["assistant", "user", "assistant"])
+    return [None if number[0] % 2 else len(completions) + len(messages[0]["content"]) / 100 for messages in completions]
+"""
+
+
+def test_a_function_that_takes_lists_judges_the_episodes_of_a_group(inputs: Path, tmp_path: Path) -> None:
+    """A completion is what came behind the first messages; where it returns None the environment's own rewards are left."""
+    (inputs / "lists.py").write_text(LISTS)
+    tools = ("environment.tools=[]", "environment.tool_format=hermes", "environment.tool_pattern=null")
+    rows = ("data.train.files=[]", "data.train.episodes=6", "data.validation=null")
+    own = (f"environment.gym={inputs}/game.py:Gym", f"reward.function={inputs}/lists.py:lists", "batch.steps=1")
+    run = tool_run(inputs, tmp_path / "gym", *tools, *rows, *own, "algorithm.recipe=remax", "rollout.stop=[a,b,c,d,e]")
+    records = list(read_samples(run))
+    train = [record for record in records if record["kind"] == "train"]
+    greedy = [record for record in records if record["kind"] == "greedy"]
+    each = len(train) // len(greedy)
+    assert {record["row"] % 2 for record in train} == {0, 1}
+    for record in records:
+        said = next(message["content"] for message in record["messages"] if message["role"] == "assistant")
+        judged = 0.0 if record["row"] % 2 else each + 1 + len(said) / 100
+        assert record["reward"] == pytest.approx(judged + record["parts"]["environment"])
+    assert [r["printed"] for r in train if "printed" in r][-1] == f"{each + 1} episodes"
+    assert sum("printed" in record for record in records) == len(greedy)

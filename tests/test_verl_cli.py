@@ -16,6 +16,7 @@ from meshloom.cli import main
 from meshloom.config.load import load_settings
 from meshloom.config.settings import TrainSettings
 from meshloom.front import get_trainer_config
+from meshloom.observe.records import read_samples
 from tests.lesson_runs import write_model
 from tests.test_verl_launches import LAUNCHES
 
@@ -274,6 +275,35 @@ def test_a_plain_command_runs_from_end_to_end_and_goes_on(folder: Path) -> None:
     assert second.returncode == 0, second.stderr
     assert "2 done" in second.stdout
     assert max(record.get("step", 0) for record in metrics(run)) == 3
+
+
+BATCH = """\
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos, share=1.0):
+    assert len(set(ground_truths)) == 1 and len(extra_infos) == len(data_sources)
+    digits = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in solution_strs]
+    return [{"score": share * each, "above": each > sum(digits) / len(digits), "size": len(digits)} for each in digits]
+"""
+
+
+def test_a_function_of_the_batch_manager_runs_and_is_told_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "reward.py").write_text(BATCH)
+    more = "reward_model.reward_manager=batch +custom_reward_function.reward_kwargs.share=0.5"
+    text = COMMAND.replace("$@", more).replace("save_freq=1", "save_freq=-1")
+    code, answer = plan_json(capsys, text)
+    assert (code, answer["problems"]) == (0, [])
+    assert answer["verl"]["translated"]["reward_model.reward_manager"] == "reward.form"
+    assert "one prompt at a time" in answer["verl"]["warnings"]["reward_model.reward_manager"]
+    assert main(["train", "--verl", "device=cpu", "--", text]) == 0
+    samples = read_samples(folder / "runs" / "a")
+    assert {s["parts"]["size"] for s in samples if s["kind"] == "train"} == {4.0}
+    assert all(s["reward"] is not None and s["reward"] <= 0.5 for s in samples)
+
+
+def test_how_the_functions_of_a_command_are_called_says_nothing_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    text = COMMAND.replace("$@", "reward_model.reward_manager=batch")
+    code, answer = plan_json(capsys, text, native=("reward.function=exact_match",))
+    assert (code, answer["problems"]) == (0, [])
+    assert "reward.form" not in answer["verl"]["settings"]
 
 
 def test_fine_tuning_runs_from_end_to_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
