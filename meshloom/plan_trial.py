@@ -7,7 +7,8 @@ not tried. The first rows of the data are rendered as prompts where the model's 
 Codes: U001 a logger, U002 a reward function, U003 an environment, U004 a function of the algorithm, U005 the first prompts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 from meshloom.config.errors import UserError
 from meshloom.config.own import OWN_CHOICES, OwnName
@@ -60,8 +61,25 @@ def _loggers(settings: TrainSettings | SftSettings) -> Iterator[Problem]:
 def _rewards(settings: TrainSettings | EvalSettings, known: set[str], deadline_s: float) -> Iterator[Problem]:
     from meshloom.rewards.functions import refusals
 
-    for error in refusals(settings.reward, known=known, start_deadline_s=deadline_s):
+    columns = partial(_columns, settings)
+    for error in refusals(settings.reward, columns, known=known, start_deadline_s=deadline_s):
         yield _problem("U002", error)
+
+
+def _columns(settings: TrainSettings | EvalSettings) -> Collection[str] | None:
+    """What all of the first rows have beside the prompt; none where rows cannot be read here."""
+    from meshloom.data.rows import RowNames
+    from meshloom.data.sources import load_rows
+    from meshloom.prompts_worker import some_of, sources_of
+
+    sources = [source for _, source in sources_of(settings)]
+    if any(source.dataset is not None for source in sources):
+        return None
+    try:
+        rows = [row for source in sources for some in some_of(source) for row in load_rows(some, settings.data)]
+    except UserError:  # told elsewhere
+        return None
+    return RowNames.of(rows).columns
 
 
 def _environment(settings: TrainSettings | EvalSettings, known: set[str], deadline_s: float) -> Iterator[Problem]:

@@ -85,7 +85,7 @@ def render_some(settings: AnySettings) -> None:
     tokenizer = load_tokenizer(settings.model.path)
     prompts = None if isinstance(settings, SftSettings) else run_prompts(settings, tokenizer)
     tokens = read_model_folder(Path(settings.model.path), needs_weights=False).text_config.get("vocab_size")
-    for place, source in _sources(settings):
+    for place, source in sources_of(settings):
         for some in some_of(source):
             with _said_of(some, among=source, place=place if isinstance(settings, SftSettings) else ""):
                 found = _rendered(settings, some, prompts, tokenizer, bounded=_is_whole(source))
@@ -127,7 +127,8 @@ def _said_of(source: SourceSettings, *, among: SourceSettings, place: str) -> It
         raise UserError(error.what, where=where, why=error.why, fix=error.fix) from error
 
 
-def _sources(settings: AnySettings) -> list[tuple[str, SourceSettings]]:
+def sources_of(settings: AnySettings) -> list[tuple[str, SourceSettings]]:
+    """The sources of a run's rows, each with its setting."""
     given = (
         {settings.source_path: settings.source}
         if isinstance(settings, EvalSettings)

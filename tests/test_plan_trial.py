@@ -67,6 +67,7 @@ def words_of_the_run(begin: Callable[[], object]) -> Told:
         ("def score(text, gold):\n    return 1.0\n", (FILE,), "cannot be called"),
         ("def score(request):\n    return 1.0\n", (FILE, "reward.kwargs={tolerance: 1}"), "cannot be called"),
         ("def score(request, tolerance):\n    return 1.0\n", (FILE,), "cannot be called"),
+        ("def score(completions, gold): ...\n", (FILE,), "takes 'gold', and not all rows have such a column"),
         ("score = 1.0\n", (FILE,), "has no function 'score'"),
         ("import no_such_package\ndef score(request): ...\n", (FILE,), "raises ModuleNotFoundError"),
         ("import os\nos._exit(3)\ndef score(request): ...\n", (FILE,), "ends while it loads the function"),
@@ -83,7 +84,7 @@ def test_a_reward_that_a_run_would_refuse_is_refused_in_its_words(
     assert problem.code == "U002" and said in problem.what
 
     def begin() -> None:
-        with open_rewards(settings(*overrides), RowNames(), None, None):
+        with open_rewards(settings(*overrides), RowNames(columns=frozenset({"answer"})), None, None):
             raise AssertionError("the run began")
 
     assert words(problem) == words_of_the_run(begin)

@@ -7,7 +7,7 @@ has ended.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -96,8 +96,8 @@ class Keeper(threading.Thread, ABC, Generic[WorkerT]):
             self._worker = None
 
 
-def try_loading(kind: type[Worker], spec: Any, deadline_s: float = START_DEADLINE_S) -> None:
-    """Load in a process of its own what a pool's processes would load, and end it.
+def try_loading(kind: type[Worker], spec: Any, deadline_s: float = START_DEADLINE_S) -> Mapping[str, Any]:
+    """Load in a process of its own what a pool's processes would load, and end it; what the process says of it.
 
     Args:
         kind: of process.
@@ -112,6 +112,7 @@ def try_loading(kind: type[Worker], spec: Any, deadline_s: float = START_DEADLIN
         worker = kind(spec, guardian)
         try:
             worker.load(deadline_s)
+            return worker.about
         except WorkerDied as death:
             raise _ended_early(worker, death) from death
         finally:

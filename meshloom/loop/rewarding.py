@@ -5,7 +5,7 @@ scored. Always holds: one function alone is scored as it is, by its pool; whatev
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from meshloom.algorithms.shaping import overlong_penalty
-from meshloom.config.errors import UserError
-from meshloom.config.near import nearest_first
 from meshloom.config.reward_settings import (
     OVERLONG,
     ComponentSettings,
@@ -28,7 +26,7 @@ from meshloom.config.settings import EvalSettings, RewardSettings, TrainSettings
 from meshloom.data.rows import RowNames
 from meshloom.loop.reward_models import Models, ModelScorer
 from meshloom.rewards.combined import Combination, Component, Computed, Scorer
-from meshloom.rewards.functions import alone, errors_of, parts_of
+from meshloom.rewards.functions import alone, errors_of, parts_of, require_columns
 from meshloom.rewards.judge import DEADLINE_S, Judge
 from meshloom.rewards.model import RewardModels, open_reader
 from meshloom.rewards.outcome import RewardRequest
@@ -57,7 +55,7 @@ def open_rewards(
     with ExitStack() as resources:
         if not reward.components and reward.overlong is None:
             pool = resources.enter_context(RewardPool(reward, names.sources))
-            require_columns(pool, names.columns)
+            require_columns(pool.spec, pool.columns, names.columns)
             yield pool
             return
         given = parts_of(reward)
@@ -76,26 +74,6 @@ def open_rewards(
             penalty = Computed(overlong_formula(reward.overlong, longest))
             components.append(Component(name=OVERLONG, scorer=penalty, judges=False))
         yield Combination(tuple(components))
-
-
-def require_columns(pool: RewardPool, there: Collection[str]) -> None:
-    """Refuse a function that takes columns which not all rows have.
-
-    Args:
-        pool: that the function runs in.
-        there: columns that all rows have.
-
-    Raises:
-        UserError: with the columns there are.
-    """
-    missing = [name for name in pool.columns if name not in there]
-    if missing:
-        raise UserError(
-            f"the reward function {pool.spec.name!r} takes {missing[0]!r}, and not all rows have such a column",
-            where=f"reward.function: {pool.spec}",
-            why=f"the columns of all rows are: {', '.join(nearest_first(missing[0], sorted(there))) or 'none'}",
-            fix=f"call it as its column, give it a default, or set data.answer_column={missing[0]} if it is the answer",
-        )
 
 
 def load_reward_models(settings: TrainSettings | EvalSettings, device: torch.device) -> RewardModels | None:
@@ -149,7 +127,7 @@ class _Makes:
         with errors_of(name, reward):
             function = alone(reward, component, self.workers)
             pool = self.resources.enter_context(RewardPool(function, self.names.sources))
-            require_columns(pool, self.names.columns)
+            require_columns(pool.spec, pool.columns, self.names.columns)
             return pool
 
 

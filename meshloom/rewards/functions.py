@@ -6,15 +6,16 @@ nothing.
 """
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 
 from meshloom.config.errors import UserError
 from meshloom.config.names import Verifier
+from meshloom.config.near import nearest_first
 from meshloom.config.reward_settings import FUNCTION, ComponentSettings
 from meshloom.config.settings import RewardSettings
 from meshloom.killable.pool import START_DEADLINE_S, try_loading
-from meshloom.rewards.function import choose_function, load_function
+from meshloom.rewards.function import FunctionSpec, choose_function, load_function
 from meshloom.rewards.keeper import RewardWorker
 
 _SETTING = re.compile(r"\breward\.(function|form|kwargs|deadline_s)\b")
@@ -58,14 +59,40 @@ def errors_of(name: str, reward: RewardSettings) -> Iterator[None]:
         raise UserError(error.what, where=where, why=error.why, fix=fix) from error
 
 
+def require_columns(spec: FunctionSpec, needed: Sequence[str], there: Collection[str]) -> None:
+    """Refuse a function that takes columns which not all rows have.
+
+    Args:
+        spec: of the function.
+        needed: columns that it cannot be called without.
+        there: columns that all rows have.
+
+    Raises:
+        UserError: with the columns there are.
+    """
+    missing = [name for name in needed if name not in there]
+    if missing:
+        raise UserError(
+            f"the reward function {spec.name!r} takes {missing[0]!r}, and not all rows have such a column",
+            where=f"reward.function: {spec}",
+            why=f"the columns of all rows are: {', '.join(nearest_first(missing[0], sorted(there))) or 'none'}",
+            fix=f"call it as its column, give it a default, or set data.answer_column={missing[0]} if it is the answer",
+        )
+
+
 def refusals(
-    reward: RewardSettings, *, known: Container[str] = (), start_deadline_s: float = START_DEADLINE_S
+    reward: RewardSettings,
+    columns: Callable[[], Collection[str] | None] = lambda: None,
+    *,
+    known: Container[str] = (),
+    start_deadline_s: float = START_DEADLINE_S,
 ) -> Iterator[UserError]:
     """Why a run would refuse functions before its first sample. A file of the user's is imported, in a process of its own; the
     verifier ``code`` is left out, as it tries what this machine can isolate.
 
     Args:
         reward: whose functions are tried.
+        columns: that all rows have, which is asked for a function that takes some; none: they are not known.
         known: settings of functions that are not tried.
         start_deadline_s: seconds that a file may take to be imported.
     """
@@ -76,14 +103,17 @@ def refusals(
             continue
         try:
             with errors_of(name, reward):
-                _try(alone(reward, component, workers=1), start_deadline_s)
+                _try(alone(reward, component, workers=1), columns, start_deadline_s)
         except UserError as error:
             yield error
 
 
-def _try(function: RewardSettings, start_deadline_s: float) -> None:
+def _try(function: RewardSettings, columns: Callable[[], Collection[str] | None], start_deadline_s: float) -> None:
     spec = choose_function(function)
     if spec.path is None:
         load_function(spec)
-    else:
-        try_loading(RewardWorker, spec, start_deadline_s)
+        return
+    needed = try_loading(RewardWorker, spec, start_deadline_s)["columns"]
+    there = columns() if needed else None
+    if there is not None:
+        require_columns(spec, needed, there)
