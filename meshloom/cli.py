@@ -9,12 +9,10 @@ Ctrl-C.
 
 import argparse
 import difflib
-import io
 import json
-import os
-import select
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +23,7 @@ from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.doctor_command import doctor_arguments, doctor_command
 from meshloom.given import KINDS, load_given, settings_arguments, verl_arguments
 from meshloom.launch_command import launch_arguments, launch_command
+from meshloom.output import ended_by, reader_has_gone, write_anything
 from meshloom.plan_command import plan_arguments, plan_command
 from meshloom.simulate_command import simulate_arguments, simulate_command
 
@@ -325,26 +324,6 @@ def _arguments(parser: _Parser, words: list[str]) -> argparse.Namespace:
     return args
 
 
-def _write_anything() -> None:
-    """On a terminal or into a file without Unicode, question marks for what it lacks, instead of the end of a run."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _tell(error: UserError) -> None:
-    """Print a user's error: in a frame on a terminal, plainly elsewhere."""
-    if not sys.stderr.isatty():
-        print(f"error: {error}", file=sys.stderr)
-        return
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.text import Text
-
-    panel = Panel(Text(str(error)), title="error", title_align="left", border_style="red")
-    Console(stderr=True, highlight=False).print(panel)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -355,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code. Exceptions other than a user's error (a path that no file system takes is one), Ctrl-C, a full disk
         and a reader that has gone are faults of the program and pass through.
     """
-    _write_anything()
+    write_anything()
     try:
         parsed = _parse(sys.argv[1:] if argv is None else argv)
         if parsed is None:
@@ -363,26 +342,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         run, args = parsed
         return run(args)
     except UserError as error:
-        _tell(error)
-        return error.exit_code
+        return ended_by(error)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        with suppress(OSError):
+            print("stopped", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+        if isinstance(error, BrokenPipeError) and reader_has_gone():
             return FAULT
         if (told := in_words(error)) is None:
             raise
-        _tell(told)
-        return told.exit_code
-
-
-def _reader_has_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more, such as to ``head``."""
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)
-    gone = any(event & select.POLLERR for _, event in output.poll(0))
-    if gone:
-        # What is still in the buffer would fail once more at the end of the process.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return gone
+        return ended_by(told)

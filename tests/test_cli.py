@@ -232,6 +232,13 @@ def test_a_reader_that_has_gone_is_no_fault() -> None:
     assert (told.returncode, told.stderr) == (1, b"")
 
 
+def test_a_full_disk_of_the_output_itself_keeps_the_exit_code() -> None:
+    """What was told could not be written either, and that it could not was the end."""
+    with open("/dev/full", "w") as full:
+        told = subprocess.run([sys.executable, "-m", "meshloom", "schema"], stdout=full, stderr=full, timeout=300)
+    assert told.returncode == 3
+
+
 @pytest.mark.parametrize("library", [False, True])
 def test_a_full_disk_is_told_without_a_traceback(
     library: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
