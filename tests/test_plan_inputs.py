@@ -126,3 +126,21 @@ def test_a_template_that_is_needed_must_be_there(folder: Path) -> None:
     assert codes(plan()) == ["D005"]
     (folder / "m" / "chat_template.jinja").write_text("{{ messages }}")
     assert codes(plan()) == []
+
+
+def test_a_marker_of_the_template_without_a_token_is_warned_of(folder: Path) -> None:
+    """A model was trained for weeks on turns that its tokenizer cut into pieces, and nothing said so."""
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}], "answer": "b"}))
+    template = (
+        "{{ '<|im_start|>' ~ messages[0]['content'] ~ '<|im_end|><end_of_turn>' }}{% if x %}<|{{ x }}|>{% endif %}"
+    )
+    (folder / "m" / "chat_template.jinja").write_text(template)
+    tokens = {"model": {"vocab": {"<end_of_turn>": 2}}, "added_tokens": [{"content": "<|im_start|>"}]}
+    (folder / "m" / "tokenizer.json").write_text(json.dumps(tokens))
+    (warning,) = plan().warnings
+    assert (warning.code, warning.what.split(",")[0]) == ("D006", "the chat template writes <|im_end|>")
+    (folder / "m" / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    assert plan().warnings == ()
+    (folder / "m" / "tokenizer_config.json").write_text("{}")
+    (folder / "m" / "tokenizer.json").unlink()
+    assert plan().warnings == ()

@@ -27,6 +27,7 @@ from meshloom.plan.checks import Findings, check_function_name
 from meshloom.plan.count import count_rows
 from meshloom.plan.environment_checks import KINDS
 from meshloom.plan.ledger import DERIVED, LedgerLine
+from meshloom.plan.markers import check_markers
 from meshloom.plan.reward_checks import check_components, component_lines, functions_of
 
 AnySettings = TrainSettings | SftSettings | EvalSettings
@@ -49,6 +50,7 @@ def check_inputs(found: Findings, settings: AnySettings) -> tuple[LedgerLine, ..
     template = _has_template(Path(settings.model.path))
     every = [first for some in firsts.values() for first in some]
     _check_template(found, settings, every, template)
+    check_markers(found, settings)
     lines = _data_lines(settings, every, template)
     if not isinstance(settings, SftSettings):
         _check_reward(found, settings, firsts)
