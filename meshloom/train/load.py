@@ -18,6 +18,7 @@ from meshloom.plan.scalar_head import SCORE
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import check_head, decoder_of
 from meshloom.train.threads import fit_threads
+from meshloom.train.tokenizer_checks import check_tokenizer
 
 # A run has its own display; loading bars and warnings of a library would break it. What matters is an error here.
 transformers_logging.set_verbosity_error()
@@ -84,7 +85,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The folder's tokenizer.
 
     Raises:
-        UserError: if there is none, or it has no end token.
+        UserError: if there is none, it has no end token, or it cuts what are tokens (``check_tokenizer``).
     """
     folder = check_model_folder(path)
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
@@ -101,6 +102,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             where="model.path",
             fix="set eos_token in tokenizer_config.json",
         )
+    check_tokenizer(tokenizer, f"model.path ({folder})")
     return tokenizer
 
 
