@@ -296,3 +296,12 @@ def test_every_word_of_a_command_is_in_one_part() -> None:
     assert (command.overrides, command.files, command.other) == (["optim.lr=1"], ["a.yaml"], ["x"])
     assert command.in_front == ["A", "CUDA_VISIBLE_DEVICES"]
     assert "in front of meshloom" in translate([text]).ignored["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize("option", ["--nproc_per_node=$1", "--nproc_per_node gpu", "--nnodes=1:4"])
+def test_a_number_of_processes_that_is_not_known_is_refused(option: str) -> None:
+    """Fine-tuning was then planned for verl's own number of devices."""
+    command = f"torchrun {option} -m verl.trainer.sft_trainer data.train_files=a.parquet"
+    name = option.replace("_", "-").replace("=", " ").split()[0]
+    assert "write the number" in translate([command]).refused[name]
+    assert name not in translate([command.replace("sft_trainer", "main_ppo")]).refused

@@ -79,6 +79,16 @@ MEANING = [
         4,
         [f"{ACTOR}.ppo_micro_batch_size=16", f"{ACTOR}.ulysses_sequence_parallel_size=2"],
     ),
+    (
+        "batch.samples_per_microbatch",
+        8,
+        [
+            f"{ACTOR}.ppo_micro_batch_size=16",
+            f"{ACTOR}.strategy=megatron",
+            f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+            f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+        ],
+    ),
     ("batch.tokens_per_microbatch", 9000, [f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=9000"]),
     ("batch.samples_per_microbatch", 8, [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8"]),
     ("batch.epochs_per_step", 3, [f"{ACTOR}.ppo_epochs=3"]),

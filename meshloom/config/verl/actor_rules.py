@@ -11,8 +11,13 @@ REFERENCE = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def batch_rules(sheet: Sheet) -> None:
-    """Samples of a prompt, prompts of an update, passes over a step, and what a device holds at once."""
+def batch_rules(sheet: Sheet, devices_of_replica: int) -> None:
+    """Samples of a prompt, prompts of an update, passes over a step, and what a device holds at once.
+
+    Args:
+        sheet: of the translation.
+        devices_of_replica: that work on the same samples.
+    """
     sheet.set("batch.samples_per_prompt", sheet.whole(f"{ROLLOUT}.n"), f"{ROLLOUT}.n")
     key = f"{ACTOR}.ppo_mini_batch_size"
     prompts, update = sheet.whole("data.train_batch_size") or 0, sheet.whole(key)
@@ -25,7 +30,7 @@ def batch_rules(sheet: Sheet) -> None:
     sheet.set("batch.epochs_per_step", sheet.whole(f"{ACTOR}.ppo_epochs"), f"{ACTOR}.ppo_epochs")
     why = "which prompts of a step share an update follows from the order of the data, which data.shuffle decides"
     sheet.ignore(why, f"{ACTOR}.shuffle", f"{ACTOR}.data_loader_seed")
-    _microbatch(sheet)
+    _microbatch(sheet, max(1, num_devices(sheet) // devices_of_replica))
     _log_prob_bounds(sheet)
 
 
@@ -35,7 +40,7 @@ def longest_tokens(sheet: Sheet) -> int:
     return sum(int(sheet.settings[path].value or 0) for path in lengths)
 
 
-def _microbatch(sheet: Sheet) -> None:
+def _microbatch(sheet: Sheet, replicas: int) -> None:
     dynamic, tokens = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
     each, all_devices = f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size"
     if sheet.flag(dynamic):
@@ -46,7 +51,7 @@ def _microbatch(sheet: Sheet) -> None:
     samples = sheet.whole(each)
     deciding = each
     if samples is None and sheet.has(all_devices):
-        samples, deciding = max(1, (sheet.whole(all_devices) or 1) // _replicas(sheet)), all_devices
+        samples, deciding = max(1, (sheet.whole(all_devices) or 1) // replicas), all_devices
     sheet.ignore(f"{deciding} decides", *[key for key in (each, all_devices) if key != deciding])
     if samples is None:
         _unbounded(sheet, each, dynamic)
@@ -73,13 +78,6 @@ def _unbounded(sheet: Sheet, each: str, dynamic: str) -> None:
 def num_devices(sheet: Sheet) -> int:
     """Devices of all nodes."""
     return (sheet.whole("trainer.nnodes") or 1) * (sheet.whole("trainer.n_gpus_per_node") or 1)
-
-
-def _replicas(sheet: Sheet) -> int:
-    """Devices that hold different samples."""
-    world = num_devices(sheet)
-    sequence = sheet.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1) or 1
-    return max(1, world // max(1, sequence))
 
 
 def _log_prob_bounds(sheet: Sheet) -> None:

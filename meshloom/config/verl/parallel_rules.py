@@ -160,12 +160,26 @@ def _size(sheet: Sheet, role: str, names: Names) -> None:
 
 
 def _cut(sheet: Sheet, role: str, cut: str, name: str, engine: str) -> None:
-    path, keys = f"parallel.{role}.{cut}", [_inherited(sheet, role, name)] if name else []
+    keys = _cut_keys(sheet, role, cut, name, engine)
+    sheet.set(f"parallel.{role}.{cut}", (sheet.whole(keys[0], 1) or 1) if keys else 1, *keys)
+
+
+def _cut_keys(sheet: Sheet, role: str, cut: str, name: str, engine: str) -> list[str]:
+    """The keys of a cut, the deciding one first."""
+    keys = [_inherited(sheet, role, name)] if name else []
     if cut == "sequence" and engine in ("fsdp", "fsdp2"):
         own = _inherited(sheet, role, "ulysses_sequence_parallel_size")
-        keys = [own, *keys] if (sheet.whole(own, 1) or 1) > 1 else [*keys, own]
-    values = [sheet.whole(key, 1) or 1 for key in keys]
-    sheet.set(path, values[0] if values else 1, *keys)
+        return [own, *keys] if (sheet.whole(own, 1) or 1) > 1 else [*keys, own]
+    return keys
+
+
+def devices_of_replica(sheet: Sheet, role: str) -> int:
+    """Devices of a role that work on the same samples."""
+    engine, count = engine_of(sheet, role), 1
+    for cut in ("tensor", "pipeline", "sequence"):
+        keys = _cut_keys(sheet, role, cut, getattr(ENGINES[engine], cut), engine)
+        count *= max(1, (sheet.whole(keys[0], 1) or 1) if keys else 1)
+    return count
 
 
 def expert_rule(sheet: Sheet, key: str) -> None:

@@ -88,7 +88,7 @@ def translate(
         command.module = named[0] if named else command.module
     kind, defaults = _program(command, refused)
     given = Given(known=known_keys(kind), environment=command.environment)
-    defaults = {**defaults, **_configuration(command, given, refused)}
+    defaults = {**defaults, **_configuration(command, given, refused, kind)}
     for override in command.overrides:
         if not override.lstrip("+~").startswith("hydra."):
             given.add_override(override)
@@ -110,7 +110,7 @@ def translate(
 def _rl_rules(sheet: Sheet, where: str, num_prompts: int | None, vllm_is_there: bool) -> None:
     data_rules.data_rules(sheet)
     data_rules.model_rules(sheet)
-    actor_rules.batch_rules(sheet)
+    actor_rules.batch_rules(sheet, parallel_rules.devices_of_replica(sheet, "actor"))
     actor_rules.loss_rules(sheet)
     actor_rules.divergence_rules(sheet)
     engine = parallel_rules.engine_of(sheet, "actor")
@@ -176,7 +176,7 @@ def _looks_like_sft(command: Command) -> bool:
     )
 
 
-def _configuration(command: Command, given: Given, refused: dict[str, str]) -> dict[str, Any]:
+def _configuration(command: Command, given: Given, refused: dict[str, str], kind: str) -> dict[str, Any]:
     """Take ``--config-name``, files and the launcher's numbers; defaults that differ."""
     files = [Path(name) for name in command.files]
     name = command.options.get("name", "").removesuffix(".yaml")
@@ -196,11 +196,22 @@ def _configuration(command: Command, given: Given, refused: dict[str, str]) -> d
     for word in command.lost:
         text = "it stands behind the line that ends the command, so a shell does not pass it on"
         refused[word.partition("=")[0].lstrip("+~")] = f"{text}; end the line before it with \\, or leave it out"
-    numbers = {"--nnodes": "trainer.nnodes", "--nproc-per-node": "trainer.n_gpus_per_node"}
-    for option, key in numbers.items():
-        if (value := command.launcher.get(option, "")).isdigit():
-            different[key] = int(value)
-    return different
+    return different | (_launched(command, refused) if kind == "sft" else {})
+
+
+_COUNTED = {"--nnodes": "trainer.nnodes", "--nproc-per-node": "trainer.n_gpus_per_node"}
+
+
+def _launched(command: Command, refused: dict[str, str]) -> dict[str, int]:
+    """The numbers of torchrun, which decide how many processes fine-tuning has; main_ppo starts its own."""
+    found: dict[str, int] = {}
+    for option, key in _COUNTED.items():
+        value = command.launcher.get(option)
+        if value is not None and value.isdecimal():
+            found[key] = int(value)
+        elif value is not None:
+            refused[option] = f"how many {value or 'nothing'} is, is not known here; write the number"
+    return found
 
 
 def _offload_place(sheet: Sheet, variables: Mapping[str, str]) -> str:
