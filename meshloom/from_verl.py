@@ -26,7 +26,7 @@ from meshloom.config.recipes import DECIDED
 from meshloom.config.settings import SftSettings, SourceSettings, TrainSettings
 from meshloom.config.verl import Translation, translate
 from meshloom.config.verl.sheet import Native
-from meshloom.config.verl.turn_rules import ENABLE, INTERACTION, TOOLS, brings_environment
+from meshloom.config.verl.turn_rules import ENABLE, FUNCTIONS, INTERACTION, TOOLS, brings_environment
 from meshloom.plan.build import Plan
 from meshloom.plan.count import count_rows
 from meshloom.plan.report import as_text
@@ -71,7 +71,7 @@ def _with(translation: Translation, **more: Mapping[str, Any]) -> Translation:
 def _with_environment(translation: Translation, native: Sequence[str]) -> Translation:
     """Without refusals that are about what answers a turn, where overrides of ours name that; else without what else is said of
     an environment that is not there."""
-    lifted = [key for key in (ENABLE, TOOLS, INTERACTION) if key in translation.refused]
+    lifted = [key for key in (ENABLE, TOOLS, INTERACTION, FUNCTIONS) if key in translation.refused]
     if not lifted:
         return translation
     if not brings_environment(native):

@@ -16,6 +16,9 @@ from meshloom.config.problems import Problem
 from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.killable.pool import START_DEADLINE_S
 
+_RENDER_DEADLINE_S = 600.0
+"""Seconds for a few prompts, most of them for what is imported: no code of the user's runs."""
+
 
 def tried(
     settings: TrainSettings | SftSettings | EvalSettings,
@@ -34,11 +37,11 @@ def tried(
     if not isinstance(settings, EvalSettings):
         yield from _loggers(settings)
     if isinstance(settings, SftSettings):
-        yield from _prompts(settings, known, start_deadline_s)
+        yield from _prompts(settings, known)
         return
     yield from _rewards(settings, known, start_deadline_s)
     of_environment = list(_environment(settings, known, start_deadline_s))
-    yield from of_environment or _prompts(settings, known, start_deadline_s)
+    yield from of_environment or _prompts(settings, known)
     if isinstance(settings, TrainSettings):
         yield from _own_functions(settings, known, start_deadline_s)
 
@@ -97,9 +100,7 @@ def _environment(settings: TrainSettings | EvalSettings, known: set[str], deadli
         yield _problem("U003", error)
 
 
-def _prompts(
-    settings: TrainSettings | SftSettings | EvalSettings, known: set[str], deadline_s: float
-) -> Iterator[Problem]:
+def _prompts(settings: TrainSettings | SftSettings | EvalSettings, known: set[str]) -> Iterator[Problem]:
     from meshloom.prompts_worker import PromptsWorker, Rendering, can_render
 
     if any(path.startswith(("data", "model.path", "environment")) for path in known) or not can_render(settings):
@@ -107,7 +108,7 @@ def _prompts(
     from meshloom.killable.pool import try_loading
 
     try:
-        try_loading(PromptsWorker, Rendering(settings), deadline_s)
+        try_loading(PromptsWorker, Rendering(settings), _RENDER_DEADLINE_S)
     except UserError as error:
         yield _problem("U005", error)
 

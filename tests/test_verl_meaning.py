@@ -332,6 +332,16 @@ REFUSED = [
     ("algorithm.kl_ctrl.type", "fixed", ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=linear"]),
     ("data.gen_batch_size", "leave it out", ["data.gen_batch_size=2048"]),
     (f"{_CORRECTION}.rollout_is", "use token or sequence", [f"{_CORRECTION}.rollout_is=geometric"]),
+    (
+        f"{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel",
+        "set it to False",
+        [f"+{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel=True"],
+    ),
+    (
+        f"{ROLLOUT}.multi_turn.completion_callback",
+        "set it to null",
+        [f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.multi_turn.completion_callback=a.B"],
+    ),
     (f"{_CORRECTION}.rollout_rs", "no counterpart", [f"{_CORRECTION}.rollout_rs=seq_sum_k1"]),
     (
         f"{_CORRECTION}.rollout_rs_threshold",
@@ -646,3 +656,12 @@ def test_each_program_has_its_own_defaults() -> None:
     assert translate(["model.partial_pretrain=m", "optim.lr=1e-5"]).kind == "sft"
     assert set(SFT_DEFAULTS) <= known_keys("sft").closed
     assert set(RL_DEFAULTS) <= known_keys("rl").closed
+
+
+def test_keys_of_earlier_releases_are_neither_lost_nor_more_than_they_were() -> None:
+    """The bound of turns under its first name was ignored; weights without a bound, which verl never made, had one of 2."""
+    turns = grpo(f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.multi_turn.max_turns=3")
+    assert turns.settings["environment.max_turns"].value == 3
+    weights = grpo("algorithm.rollout_is=True")
+    assert "algorithm.correction.weights" not in weights.settings
+    assert "rollout_is_threshold is not given" in weights.warnings["algorithm.rollout_is"]

@@ -63,6 +63,11 @@ def _weights(sheet: Sheet) -> str:
     cap = f"{ACTOR}.tis_imp_ratio_cap"
     if _is_on(sheet, key):
         level, keys = sheet.text(key), (key,)
+    elif _is_on(sheet, "algorithm.rollout_is") and not sheet.has(threshold):
+        sheet.warn(
+            "algorithm.rollout_is", "nothing is weighed, as in verl: algorithm.rollout_is_threshold is not given"
+        )
+        return ""
     elif _is_on(sheet, "algorithm.rollout_is"):
         key, keys = "algorithm.rollout_is", ("algorithm.rollout_is", "algorithm.rollout_is_level")
         level = sheet.text("algorithm.rollout_is_level", "token")

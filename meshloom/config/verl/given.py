@@ -42,6 +42,7 @@ _OLD_NAMES = (
     (r"actor_rollout_ref\.model\.lora\.(rank|alpha)", r"actor_rollout_ref.model.lora_\1"),
     (r"model\.lora\.(rank|alpha)", r"model.lora_\1"),
     (r"algorithm\.rollout_is_threshold", "algorithm.rollout_correction.rollout_is_threshold"),
+    (r"(.+\.multi_turn)\.max_turns", r"\1.max_assistant_turns"),
     (r"ray_init(.*)", r"ray_kwargs.ray_init\1"),
     (r"model\.partial_pretrain", "model.path"),
     (r"model\.strategy", "engine.strategy"),

@@ -121,8 +121,11 @@ def _engine_arguments(sheet: Sheet, engine: str) -> None:
             sheet.ignore("it is about speed and memory of vLLM, whose defaults hold", key)
         elif first in _FROM_SETTINGS:
             sheet.refuse(key, f"one number, one key: give it as {_FROM_SETTINGS[first]}")
-        elif first == "quantization":
-            sheet.refuse(key, _ALLOWED["quantization"][2])
+        elif first in _ALLOWED:
+            allowed, reason, advice = _ALLOWED[first]
+            if sheet.value(key) not in allowed:
+                sheet.refuse(key, advice)
+            sheet.ignore(reason, key)
         elif "." in name or isinstance(sheet.value(key), list | dict):
             sheet.refuse(key, "an argument of vLLM is one number or text here; leave it out")
         else:

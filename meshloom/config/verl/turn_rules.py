@@ -13,6 +13,7 @@ GROUP = f"{ROLLOUT}.multi_turn"
 ENABLE = f"{GROUP}.enable"
 TOOLS = f"{GROUP}.tool_config_path"
 INTERACTION = f"{GROUP}.interaction_config_path"
+FUNCTIONS = f"{GROUP}.function_tool_path"
 OWN = ("environment.tools=", "environment.gym=", "environment.custom=")
 """Overrides of ours that bring what answers a turn."""
 _FORMATS = ("hermes", "llama3_json")
@@ -57,9 +58,17 @@ def _episodes(sheet: Sheet) -> None:
     else:
         advice = f"set {form}=hermes, or llama3_json, or leave it out and add environment.tool_format=regex"
         sheet.refuse(form, f"calls in the form {name!r} are not read; {advice}")
-    classes = [key for key in (TOOLS, INTERACTION) if sheet.has(key)]
+    classes = [key for key in (TOOLS, INTERACTION, FUNCTIONS) if sheet.has(key)]
     for key in classes:
-        sheet.refuse(key, f"classes written for verl are not run; {_ADVICE}")
+        what = (
+            "functions are not found by verl's own key" if key == FUNCTIONS else "classes written for verl are not run"
+        )
+        sheet.refuse(key, f"{what}; {_ADVICE}")
+    callback, repeats = f"{GROUP}.completion_callback", f"{GROUP}.num_repeat_rollouts"
+    if sheet.has(callback):
+        sheet.refuse(callback, "no code of your own is called when a turn is over; set it to null")
+    if (sheet.whole(repeats) or 1) > 1:
+        sheet.refuse(repeats, f"how often a prompt is answered is {ROLLOUT}.n alone; set it to null")
     if not classes:
         sheet.refuse(ENABLE, f"nothing is named that answers a turn; {_ADVICE}")
     sheet.count("environment", ENABLE)
