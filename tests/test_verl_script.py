@@ -209,6 +209,7 @@ START = "python3 -m verl.trainer.main_ppo data.seed="
             "line 2 names verl.trainer.main_ppo.*the function run starts it, and nothing calls run",
         ),
         (f"X=1\nRESULT=$({START}1)", "line 2 names verl.trainer.main_ppo.*give the launch as a command of its own"),
+        (f"f() {{ exit 0; }}\nf\n{START}1", "line 3 names .*behind the end of the script"),
         (f"exit 0\n{START}1", "line 2 names .*behind the end of the script"),
         (f"parallel {START}{{}} ::: 1 2", "for each of inputs of parallel"),
         (f"( cd x && {START}1", "bracket \\( is not closed.*close it"),
@@ -235,6 +236,7 @@ def test_a_launch_that_is_not_one_for_certain_is_refused_with_its_line(text: str
         f"if nvidia-smi; then S=1; {START}$S; fi",
         f"[ -f /etc/x ] && {{ S=1; {START}$S; }}",
         f'N=3\nwhile [[ $# -gt 0 ]]; do N=$2; shift 2; done\n(( N > 2 )) && {START}1 "$@"',
+        f"f() {{ [ 1 = 2 ]; }}\nS=1\nf && S=2\nf || {START}1",
         f"if python3 -c 'import ray'; then {START}1; else {START}1; fi",
     ],
 )

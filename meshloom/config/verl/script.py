@@ -84,7 +84,7 @@ class _Reader:
         self.depth, self.line, self.called = 0, 1, 0
         self.is_sure = True
         self.last: bool | None = True
-        self.ended = False
+        self.ended = self.exited = False
         self.locals: list[dict[str, Scope]] = []
 
     def read(self, text: str, line: int = 1) -> None:
@@ -280,6 +280,7 @@ class _Reader:
         reader.is_sure = self.is_sure and self._is_carried_out() is True
         reader.read(text, line)
         self.ended = self.ended or (reader.ended and not is_own)
+        self.exited = self.exited or (reader.exited and not is_own)
 
     def _take_words(self, words: list[str]) -> bool | None:
         """Whether the statement succeeds, as far as it matters here."""
@@ -293,7 +294,9 @@ class _Reader:
                 self._set(match)
             return True
         if words[:1] in (["exit"], ["return"]):
-            self.ended = self.ended or (self.is_sure and self._is_carried_out() is True)
+            loops = any(frame.kind == "loop" for frame in self.frames)  # which may end before
+            ends = self.is_sure and self._is_carried_out() is True and not loops
+            self.ended, self.exited = self.ended or ends, self.exited or (ends and words[0] == "exit")
         elif words[:1] == ["shift"]:
             count = int(words[1]) if words[1:] and words[1].isdecimal() else 1
             self.scope.arguments = None if self.scope.arguments is None else self.scope.arguments[count:]
@@ -301,7 +304,9 @@ class _Reader:
             self.scope.arguments = words[2:]
         elif words[:1] == ["set"] and ("-a" in words or "allexport" in words):
             self.scope.exports_all = True
-        elif not self._read_elsewhere(words):
+        elif self._read_elsewhere(words):
+            return None
+        else:
             self._plain_words(without_redirections(words))
         return None if words[:1] in (["grep"], ["command"], ["["], ["[["], ["test"]) else True
 
@@ -348,9 +353,8 @@ class _Reader:
         before, self.scope.arguments = self.scope.arguments, arguments
         self.locals.append({})
         scope = self.scope.copy() if body.is_subshell else self.scope
-        ended = self.ended
         self._within(scope, body.inside, body.line, is_own=body.is_subshell, is_call=True)
-        self.ended = ended
+        self.ended = self.exited
         for local, kept in self.locals.pop().items():
             self.scope.take(local, kept)
         self.scope.arguments = before
