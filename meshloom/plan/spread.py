@@ -29,8 +29,6 @@ from meshloom.plan.placement import Role
 
 _NO_PASS = "no such pass is made: a step's only update computes them itself, or the sampler's count"
 """Said of log-prob microbatches of an actor that makes none."""
-_EVEN = ", where all cost alike"
-"""Said of shares of a model's replicas, which get samples by what these cost."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +112,13 @@ def model_lines(settings: TrainSettings, found: RoleLayout) -> list[LedgerLine]:
         shared = _line(
             f"{prefix}samples per {each} per update",
             share.value,
-            f"samples per update ÷ {name} replicas{_EVEN}",
+            f"samples per update ÷ {name} replicas",
             "samples",
         )
         many = _microbatches(settings, found, share, shared.name, f"{prefix}update microbatches", each)
         lines += [shared, *many, *_bubble(settings, found, prefix, many[0])]
     step = Share(settings.batch.prompts_per_step * settings.batch.samples_per_prompt, replicas)
-    shared = _line(
-        f"{prefix}samples per {each} per step", step.value, f"samples per step ÷ {name} replicas{_EVEN}", "samples"
-    )
+    shared = _line(f"{prefix}samples per {each} per step", step.value, f"samples per step ÷ {name} replicas", "samples")
     asked = f"{prefix}{'value' if found.role == Role.CRITIC else 'log-prob'} microbatches"
     many = _microbatches(settings, found, step, shared.name, asked, each)
     if found.role == Role.ACTOR and "log-prob" not in found.phases:
