@@ -42,7 +42,7 @@ def test_a_run_with_everything_is_planned_and_its_inputs_are_shown() -> None:
     assert (lines["prompt column"][1], lines["answer column"][1]) == ("prompt", "answer")
     assert lines["chat template"] == ("data", "the tokenizer's")
     assert lines["reward function"] == ("reward", "reward.py:score")
-    assert (lines["deadline of a sample"][1], lines["reward workers"][1]) == (10.0, 3)
+    assert (lines["deadline of a call"][1], lines["reward workers"][1]) == (10.0, 3)
 
 
 def test_a_missing_reward_is_refused_where_the_rows_bring_none(folder: Path) -> None:

@@ -59,7 +59,8 @@ def make_run(path: Path, *, steps: int = 4, groups: int = 2) -> Path:
         for step in range(1, steps + 1):
             run.log_metrics(record(step))
             run.log_samples([sample(step, group, i) for group in range(groups) for i in range(4)])
-        run.log_samples([sample(steps, 99, response=HOSTILE, reward=None, invalid="deadline", advantage=None)])
+        failed = {"reward": None, "invalid": "deadline", "advantage": None}
+        run.log_samples([sample(steps, 99, response=HOSTILE, printed=HOSTILE, **failed)])
         run.log_metrics(record(steps, "validation", accuracy=0.75, accuracy_low=0.7, accuracy_high=0.8))
         run.set_status(RunState.FINISHED, step=steps, steps=steps)
     return path
@@ -124,8 +125,8 @@ def test_what_a_model_wrote_stays_data(page):
     _, parsed = page
     assert [tag for tag, _ in parsed.elements].count("script") == 2
     assert not any(tag == "img" for tag, _ in parsed.elements)
-    found = [s["response"] for s in parsed.data["samples"] if s["invalid"] == "deadline"]
-    assert found == [HOSTILE.replace("\ud800", "?")]
+    found = [(s["response"], s["printed"]) for s in parsed.data["samples"] if s["invalid"] == "deadline"]
+    assert found == [(HOSTILE.replace("\ud800", "?"),) * 2]
 
 
 def test_json_in_a_script_has_no_character_that_could_end_it():

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshloom.config.errors import RunFault, UserError
-from meshloom.config.settings import RewardSettings
+from meshloom.config.settings import DataSettings, RewardSettings
+from meshloom.data.columns import Place, to_row
 from meshloom.data.rows import Row, RowNames
 from meshloom.loop.rewarding import open_rewards
 from meshloom.loop.train import run_training
@@ -245,6 +246,11 @@ def test_a_sample_that_nothing_applies_to_is_invalid_and_no_zero() -> None:
 def test_columns_are_named_as_the_data_name_them() -> None:
     row = Row(index=0, prompt="p", answer="7", answer_name="solution", data_source="s", extra={"k": 1})
     assert row.columns == {"k": 1, "data_source": "s", "solution": "7"}
+    place = Place("rows.jsonl", "line", 1)
+    given = {"prompt": "p", "meta": {"gold": "7"}, "k": 1}
+    assert to_row(given, 0, place, DataSettings(answer_column="meta.gold")).columns["gold"] == "7"
+    verl = {"prompt": "p", "reward_model": {"ground_truth": "7"}, "data_source": "s", "extra_info": {"k": 1}}
+    assert to_row(verl, 0, place, DataSettings()).columns == {"k": 1, "data_source": "s", "ground_truth": "7"}
     bare = Row(index=1, prompt="p", extra={"k": 2})
     assert bare.columns == {"k": 2}
     assert RowNames.of([row, bare]) == RowNames(sources=frozenset({"s", ""}), columns=frozenset({"k"}))

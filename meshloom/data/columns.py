@@ -169,7 +169,8 @@ def _answer(record: Mapping[str, Any], place: Place, data: DataSettings, *, requ
     if not data.answer_column or (not required and not _has(record, data.answer_column)):
         return "", None
     fix = "set data.answer_column to one of them, or to '' if the reward needs no answer"
-    return data.answer_column, _plain(_column(record, data.answer_column, "data.answer_column", place, fix))
+    name = data.answer_column if data.answer_column in record else data.answer_column.rpartition(".")[2]
+    return name, _plain(_column(record, data.answer_column, "data.answer_column", place, fix))
 
 
 def _split_response(

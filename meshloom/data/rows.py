@@ -13,7 +13,7 @@ class Row:
         index: number of the row in its source, counted from 0 over all files.
         prompt: a string, or a chat as a list of {role, content}.
         answer: ground truth, a JSON value; none where the reward needs none.
-        answer_name: what its column is called; empty where there is none.
+        answer_name: what its column, or the last part of a dotted name, is called; empty where there is none.
         response: a worked response, for supervised fine-tuning.
         data_source: name that tells reward functions where the row is from.
         extra: further columns (``extra_info`` in verl's format).

@@ -208,7 +208,7 @@ def _reward_lines(settings: TrainSettings | EvalSettings, firsts: Sequence[_Firs
     lines = [
         *of_one,
         *component_lines(settings),
-        _given(settings, "reward", "deadline of a sample", reward.deadline_s, "reward.deadline_s", unit="s"),
+        _given(settings, "reward", "deadline of a call", reward.deadline_s, "reward.deadline_s", unit="s"),
     ]
     name, unit = "reward workers", "processes"
     if reward.workers is not None:

@@ -153,7 +153,8 @@ class SampleTable {
       ...Object.entries(sample.parts || {}).map(([name, value]) => [name, typeof value === "number" ? shortText(value) : valueText(value)])];
     return el("div", { class: "full" },
       el("dl", { class: "facts" }, ...facts.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, String(value))))),
-      el("div", { class: "texts" }, textBlock("Prompt", promptOf(sample).text, promptOf(sample).ids), textBlock(sample.messages ? "Last turn" : "Response", sample.response, lastTurn(sample))),
+      el("div", { class: "texts" }, textBlock("Prompt", promptOf(sample).text, promptOf(sample).ids), textBlock(sample.messages ? "Last turn" : "Response", sample.response, lastTurn(sample)),
+        ...[["Remark of the reward", sample.remark], ["Printed by the reward function", sample.printed]].filter(([, text]) => text).map(([label, text]) => textBlock(label, text))),
       sample.messages ? el("ol", { class: "turns", "aria-label": "Conversation" }, ...sample.messages.map(message)) : null,
       siblings > 1 ? el("button", { type: "button", class: "quiet", onclick: () => { this.reset(); this.group = sample; this.update(); } }, `Show the group's ${siblings} samples`) : null);
   }
@@ -203,8 +204,8 @@ function message(said) {
   return el("li", { class: said.role === "assistant" ? "own" : "" }, el("h4", null, role), el("pre", { tabindex: "0" }, valueText(said.content)));
 }
 
-function textBlock(label, text, ids) {
-  return el("div", { class: "text-block" }, el("h4", null, label, el("span", null, countText(ids.length, "token"))),
+function textBlock(label, text, ids = null) {
+  return el("div", { class: "text-block" }, el("h4", null, label, ids ? el("span", null, countText(ids.length, "token")) : null),
     el("pre", { tabindex: "0" }, text === "" ? "(empty)" : text),
-    ids.length ? el("details", null, el("summary", null, "Token ids"), el("pre", { class: "ids" }, ids.join(" "))) : null);
+    ids && ids.length ? el("details", null, el("summary", null, "Token ids"), el("pre", { class: "ids" }, ids.join(" "))) : null);
 }
