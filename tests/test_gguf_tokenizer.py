@@ -11,8 +11,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from meshloom.config.errors import UserError
+from meshloom.data.tokenizer_checks import check_tokenizer
 from meshloom.train.gguf_tokenizer import read_gguf_tokenizer
-from meshloom.train.tokenizer_checks import check_tokenizer
 
 WORDS = ("the sum of twelve and three is less than that of two large numbers which have more digits each " * 2).split()
 

@@ -123,6 +123,16 @@ def test_a_prompt_with_a_begin_token_is_read_with_one(inputs: Path, tmp_path: Pa
     assert reader.read(plain)[0] == tokenizer.bos_token_id
 
 
+def test_a_tokenizer_that_cuts_the_markers_of_its_template_is_refused(inputs: Path, tmp_path: Path) -> None:
+    """Such a model gave scores of a text that it had never learned to read."""
+    shutil.copytree(inputs / "judge", tmp_path / "judge")
+    for file, part in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "extra_special_tokens")):
+        values = json.loads((tmp_path / "judge" / file).read_text())
+        (tmp_path / "judge" / file).write_text(json.dumps({**values, part: []}))
+    with pytest.raises(UserError, match=r"cuts <\|im_start\|>"):
+        open_reader("quality", RewardModelSettings(path=str(tmp_path / "judge")), load_tokenizer(inputs / "model"))
+
+
 def test_an_input_that_is_too_long_is_invalid_or_loses_its_beginning(inputs: Path) -> None:
     policy = load_tokenizer(inputs / "model")
     request = request_of("it is 7", inputs / "model")

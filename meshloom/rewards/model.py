@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from meshloom.config.errors import UserError
 from meshloom.config.reward_settings import RewardModelSettings
 from meshloom.data.prompts import with_one_begin
+from meshloom.data.tokenizer_checks import check_tokenizer
 from meshloom.plan.reward_checks import read_reward_folder
 from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
 
@@ -101,6 +102,7 @@ def open_reader(name: str, settings: RewardModelSettings, policy: PreTrainedToke
         raise UserError(
             f"the tokenizer in {settings.path} cannot be loaded", where=f"{path}.path", why=str(error)
         ) from error
+    check_tokenizer(tokenizer, f"{path}.path")
     has_template = bool(tokenizer.chat_template)
     if settings.input == "template" and not has_template:
         what = "the reward model's tokenizer has no chat template"

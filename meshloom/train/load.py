@@ -13,12 +13,12 @@ from transformers.utils import logging as transformers_logging
 
 from meshloom.config.errors import UserError
 from meshloom.config.settings import LoraSettings
+from meshloom.data.tokenizer_checks import check_tokenizer
 from meshloom.plan.model_folder import read_model_folder
 from meshloom.plan.scalar_head import SCORE
 from meshloom.train.attention import use_layouts
 from meshloom.train.head import check_head, decoder_of
 from meshloom.train.threads import fit_threads
-from meshloom.train.tokenizer_checks import check_tokenizer
 
 # A run has its own display; loading bars and warnings of a library would break it. What matters is an error here.
 transformers_logging.set_verbosity_error()

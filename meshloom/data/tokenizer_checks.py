@@ -5,11 +5,13 @@ tokenizer does is refused; a vocabulary with too few words to tell is let be.
 """
 
 import re
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from meshloom.config.errors import UserError
 from meshloom.plan.markers import markers_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _WORD = re.compile(r"[Ġ▁][a-z]{3,12}")
 """A token of one word with the space before it, as byte-level BPE and SentencePiece write it."""
@@ -17,7 +19,7 @@ _LOOKED_AT, _FEWEST = 4096, 20
 _FIX = "copy all files of the model's own tokenizer there; a folder of fetch-model: fetch it again"
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", where: str) -> None:
     """Check that words and markers which are tokens are not cut.
 
     Args:
@@ -31,7 +33,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     _check_markers(tokenizer, where)
 
 
-def _check_words(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+def _check_words(tokenizer: "PreTrainedTokenizerBase", where: str) -> None:
     """Ask for some words that are tokens, spread over the vocabulary."""
     num_tokens = len(tokenizer)
     looked_at = range(0, num_tokens, -(-num_tokens // _LOOKED_AT))
@@ -53,7 +55,7 @@ def _check_words(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
         )
 
 
-def _check_markers(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+def _check_markers(tokenizer: "PreTrainedTokenizerBase", where: str) -> None:
     """Ask for the chat template's markers that are in the vocabulary."""
     for marker in markers_in(str(tokenizer.chat_template or "")):
         known = tokenizer.convert_tokens_to_ids(marker)
