@@ -1,6 +1,7 @@
 """Functions that take lists: what they are called with, what their lists mean, what a call that fails costs. Real processes."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -81,6 +82,12 @@ def opened(file: Path, name: str, **settings: object) -> RewardPool:
     return RewardPool(RewardSettings(function=f"{file}:{name}", **{"workers": 1, "deadline_s": 20, **settings}))
 
 
+@pytest.fixture(scope="module")
+def odd(file: Path) -> Iterator[RewardPool]:
+    with opened(file, "odd", deadline_s=2) as pool:
+        yield pool
+
+
 def ask(response: str, **fields: object) -> RewardRequest:
     given = {
         "answer": "7",
@@ -132,9 +139,8 @@ def test_a_function_of_verls_batch_manager_is_given_lists(file: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "array", "lazy"])
-def test_whatever_can_be_gone_through_is_a_list(file: Path, kind: str) -> None:
-    with opened(file, "odd") as pool:
-        assert [reward.value for reward in pool.score([ask(kind)] * 3)] == [1.0, 2.0, 3.0]
+def test_whatever_can_be_gone_through_is_a_list(odd: RewardPool, kind: str) -> None:
+    assert [reward.value for reward in odd.score([ask(kind)] * 3)] == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -152,28 +158,26 @@ def test_whatever_can_be_gone_through_is_a_list(file: Path, kind: str) -> None:
         ("dict", InvalidReason.BAD_LIST, "odd returned no list of 3 values but dict: {'score': [1, 2, 3]}"),
         ("text", InvalidReason.BAD_LIST, "odd returned no list of 3 values but str: '123'"),
         ("raise", InvalidReason.RAISED, "odd, called with 3 samples: "),
-        ("hang", InvalidReason.DEADLINE, "odd, called with 3 samples: no result after 1 s"),
+        ("hang", InvalidReason.DEADLINE, "odd, called with 3 samples: no result after 2 s"),
         ("exit", InvalidReason.DIED, "odd, called with 3 samples: the process ended with status 3"),
     ],
 )
 def test_a_call_that_fails_costs_its_own_group_and_names_the_function(
-    file: Path, kind: str, reason: InvalidReason, said: str
+    odd: RewardPool, kind: str, reason: InvalidReason, said: str
 ) -> None:
-    with opened(file, "odd", deadline_s=1) as pool:
-        groups = [[pool.submit(ask(name)) for _ in range(3)] for name in ("list", kind, "list")]
-        for group in groups:
-            pool.begin(group)
-        first, failed, last = ([scoring.result() for scoring in group] for group in groups)
+    groups = [[odd.submit(ask(name)) for _ in range(3)] for name in ("list", kind, "list")]
+    for group in groups:
+        odd.begin(group)
+    first, failed, last = ([scoring.result() for scoring in group] for group in groups)
     assert [reward.value for reward in (*first, *last)] == [1.0, 2.0, 3.0] * 2
     assert {(reward.value, reward.reason) for reward in failed} == {(None, reason)}
     assert all(reward.detail.startswith(said) for reward in failed)
 
 
-def test_a_value_that_is_no_number_costs_its_own_sample(file: Path) -> None:
+def test_a_value_that_is_no_number_costs_its_own_sample(file: Path, odd: RewardPool) -> None:
     """None says that a sample is not this function's to judge, for TRL; in verl it is no number."""
-    with opened(file, "odd") as pool:
-        good, nan, skipped = pool.score([ask("mixed")] * 3)
-        _, text, strange = pool.score([ask("strange")] * 3)
+    good, nan, skipped = odd.score([ask("mixed")] * 3)
+    _, text, strange = odd.score([ask("strange")] * 3)
     assert good.value == 1.0
     assert nan.why == "not_a_number: odd, value 2 of 3: float: nan"
     assert skipped.why == "not_applicable: odd returned None"
