@@ -89,7 +89,7 @@ def _planned(
     from meshloom.plan import build_plan
     from meshloom.plan.count import count_prompts
     from meshloom.plan.hardware_options import notes_on_hardware
-    from meshloom.plan_trial import is_of_this_machine, tried
+    from meshloom.plan_trial import is_of_this_machine, not_tried, tried
 
     ranking: Ranking | None = None
     if isinstance(settings, TrainSettings) and _searches(args, settings):
@@ -99,6 +99,7 @@ def _planned(
     found = list(tried(settings, plan.problems))
     aside = [problem for problem in found if notes_on_hardware(settings) and is_of_this_machine(problem)]
     refused = [problem for problem in found if problem not in aside]
+    aside += not_tried(settings, plan.warnings)
     plan = dataclasses.replace(plan, problems=(*plan.problems, *refused), warnings=(*plan.warnings, *aside))
     if ranking is not None:
         problems, warnings = (*ranking.problems, *plan.problems), (*ranking.warnings, *plan.warnings)

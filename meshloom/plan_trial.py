@@ -4,11 +4,13 @@ Owns: which of that ``meshloom plan`` tries. Refuses to know: how it is tried. A
 of the run; code of the user's is imported in processes that can be killed, and meets no data; what the plan refuses already is
 not tried. The first rows of the data are rendered as prompts where the model's tokenizer is here.
 
-Codes: U001 a logger, U002 a reward function, U003 an environment, U004 a function of the algorithm, U005 the first prompts.
+Codes: U001 a logger, U002 a reward function, U003 an environment, U004 a function of the algorithm, U005 the first prompts;
+a warning: D007 a model without a tokenizer.
 """
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from meshloom.config.errors import UserError
 from meshloom.config.own import OWN_CHOICES, OwnName
@@ -44,6 +46,24 @@ def tried(
     yield from of_environment or _prompts(settings, known)
     if isinstance(settings, TrainSettings):
         yield from _own_functions(settings, known, start_deadline_s)
+
+
+def not_tried(settings: TrainSettings | SftSettings | EvalSettings, warnings: Sequence[Problem]) -> Iterator[Problem]:
+    """What to warn of, as it could not be tried: prompts of a model without a tokenizer, whose weights are there.
+
+    Args:
+        settings: of the run.
+        warnings: that its plan has.
+    """
+    from meshloom.prompts_worker import can_render
+
+    folder = Path(settings.model.path)
+    if any(warning.code == "M009" for warning in warnings) or not (folder / "config.json").is_file():
+        return
+    if not can_render(settings):
+        what = f"{folder} has no tokenizer: a run refuses it, and no prompt could be rendered beforehand"
+        fix = "copy tokenizer.json and tokenizer_config.json there"
+        yield Problem(code="D007", what=what, where="model.path", fix=fix)
 
 
 def is_of_this_machine(problem: Problem) -> bool:

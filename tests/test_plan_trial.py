@@ -159,7 +159,9 @@ def test_own_functions_and_environments_are_tried_too(folder: Path) -> None:
 def test_the_command_shows_what_was_tried(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "reward.py").write_text("def score(text):\n    return 1.0\n")
     assert main(["plan", "--json", *given(FILE)]) == 2
-    assert [problem["code"] for problem in json.loads(capsys.readouterr().out)["problems"]] == ["U002"]
+    told = json.loads(capsys.readouterr().out)
+    assert [problem["code"] for problem in told["problems"]] == ["U002"]
+    assert "D007" in [warning["code"] for warning in told["warnings"]]  # the model has no tokenizer
     evaluation = [text for text in given(FILE) if not text.startswith(("batch", "logging"))]
     assert list(tried(load_settings(EvalSettings, None, evaluation), ()))
 
