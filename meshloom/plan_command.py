@@ -99,7 +99,7 @@ def _planned(
     found = list(tried(settings, plan.problems))
     aside = [problem for problem in found if notes_on_hardware(settings) and is_of_this_machine(problem)]
     refused = [problem for problem in found if problem not in aside]
-    aside += not_tried(settings, plan.warnings)
+    aside += not_tried(settings, (*plan.problems, *plan.warnings))
     plan = dataclasses.replace(plan, problems=(*plan.problems, *refused), warnings=(*plan.warnings, *aside))
     if ranking is not None:
         problems, warnings = (*ranking.problems, *plan.problems), (*ranking.warnings, *plan.warnings)

@@ -48,17 +48,17 @@ def tried(
         yield from _own_functions(settings, known, start_deadline_s)
 
 
-def not_tried(settings: TrainSettings | SftSettings | EvalSettings, warnings: Sequence[Problem]) -> Iterator[Problem]:
+def not_tried(settings: TrainSettings | SftSettings | EvalSettings, found: Sequence[Problem]) -> Iterator[Problem]:
     """What to warn of, as it could not be tried: prompts of a model without a tokenizer, whose weights are there.
 
     Args:
         settings: of the run.
-        warnings: that its plan has.
+        found: problems and warnings of its plan.
     """
     from meshloom.prompts_worker import can_render
 
     folder = Path(settings.model.path)
-    if any(warning.code == "M009" for warning in warnings) or not (folder / "config.json").is_file():
+    if any(problem.where.startswith("model.path") for problem in found) or not (folder / "config.json").is_file():
         return
     if not can_render(settings):
         what = f"{folder} has no tokenizer: a run refuses it, and no prompt could be rendered beforehand"

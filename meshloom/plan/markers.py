@@ -53,11 +53,10 @@ def _forms(token: str) -> list[bytes]:
 
 def _template(folder: Path) -> str:
     """Where transformers looks for it, one after the other; empty if there is none. It may be several, by name."""
-    if (folder / "chat_template.jinja").is_file():
-        return _bytes(folder / "chat_template.jinja").decode(errors="replace")
-    name = "chat_template.json" if (folder / "chat_template.json").is_file() else "tokenizer_config.json"
+    if own := _bytes(folder / "chat_template.jinja"):
+        return own.decode(errors="replace")
     try:
-        values = json.loads(_bytes(folder / name))
+        values = json.loads(_bytes(folder / "chat_template.json") or _bytes(folder / "tokenizer_config.json"))
     except (ValueError, RecursionError):
         return ""
     return str(values.get("chat_template") or "") if isinstance(values, dict) else ""
