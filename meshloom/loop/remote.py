@@ -107,7 +107,7 @@ class RemoteStage(RLStage):
             return replace(lesson, critic=values.result())
 
     def snapshot_of_reference(self) -> "RemoteSnapshot":
-        return snapshot_of(self.roles.reference.group, self.tokenizer, "reference")
+        return snapshot_of(self.roles.reference.ranks.group, self.tokenizer, "reference")
 
     def snapshot_of_trained(self) -> "RemoteSnapshot":
         """The models that are trained as they are now, copied by each rank to its host's memory."""
