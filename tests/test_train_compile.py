@@ -121,6 +121,23 @@ def test_what_cannot_be_compiled_is_an_error() -> None:
     assert all("forward" not in vars(layer) for layer in module.model.layers)
 
 
+def test_a_pass_that_failed_in_a_recomputed_layer_leaves_nothing_behind(monkeypatch) -> None:
+    """Also while the exception is still looked at, as by whoever reports it."""
+    module = tiny_model("llama")
+    use_layouts(module)
+    model = trained(module, 64, settings=SETTINGS.model_copy(update={"gradient_checkpointing": True}))
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(module.model.layers[1].mlp, "forward", fails)
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        model.forward_backward(make_samples(), weighted, temperature=1.0)
+    x = torch.ones(2, requires_grad=True)
+    (x * x).sum().backward()
+    assert caught.value is not None and x.grad.tolist() == [2, 2]
+
+
 def test_a_model_without_layers_of_the_usual_kind_is_refused() -> None:
     with pytest.raises(UserError, match="no layers"):
         LayerPasses(torch.nn.Linear(2, 2), compiled=False, recompute=True)

@@ -13,6 +13,7 @@ in some.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -66,9 +67,14 @@ class LayerPasses:
             return run
 
         def run_again_in_backward(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
+                return run(*args, **kwargs)
+            try:
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
-            return run(*args, **kwargs)
+            except BaseException as error:
+                # Up to torch 2.11 the hooks for what is saved stay in force, for all that follows, while its frame lives.
+                clear_frames(error.__traceback__)
+                raise
 
         return run_again_in_backward
 
