@@ -181,6 +181,18 @@ class PastTokens:
 
 
 _GATED = {
+    16: [
+        (Tile(rows=16, columns=64, depth=128, warps=4, stages=4), 3),
+        (Tile(rows=16, columns=128, depth=128, warps=4, stages=4), 2),
+        (Tile(rows=16, columns=128, extra=16, depth=64, warps=4, stages=6), 2),
+        (Tile(rows=16, columns=32, depth=256, warps=4, stages=4), 3),
+    ],
+    32: [
+        (Tile(rows=32, columns=64, depth=128, warps=4, stages=4), 2),
+        (Tile(rows=32, columns=128, depth=128, warps=4, stages=4), 1),
+        (Tile(rows=32, columns=128, extra=16, depth=64, warps=4, stages=6), 2),
+        (Tile(rows=32, columns=64, extra=16, depth=64, warps=4, stages=6), 3),
+    ],
     64: [
         (Tile(rows=64, columns=128, extra=16, warps=4, stages=7), 1),
         (Tile(rows=64, columns=64, extra=16, warps=4, stages=5), 2),
@@ -202,6 +214,18 @@ _GATED = {
     ],
 }
 _PIECES = {
+    16: [
+        (Tile(rows=16, columns=64, depth=128, warps=4, stages=4), 3),
+        (Tile(rows=16, columns=32, depth=128, warps=4, stages=5), 4),
+        (Tile(rows=16, columns=64, depth=64, warps=4, stages=6), 3),
+        (Tile(rows=16, columns=128, depth=64, warps=4, stages=5), 2),
+    ],
+    32: [
+        (Tile(rows=32, columns=64, depth=128, warps=4, stages=4), 2),
+        (Tile(rows=32, columns=64, depth=64, warps=4, stages=6), 3),
+        (Tile(rows=32, columns=32, depth=128, warps=4, stages=5), 3),
+        (Tile(rows=32, columns=128, depth=64, warps=4, stages=5), 2),
+    ],
     64: [
         (Tile(rows=64, columns=128, warps=4, stages=4), 2),
         (Tile(rows=64, columns=256, warps=8, stages=5), 1),
@@ -239,7 +263,9 @@ def tiles_for(size: Size, part: Part, rows: int, most: int = 5) -> list[Tile]:
     columns, inner = size.product(part)
     table = _GATED if part.kind is Kind.GATED else _PIECES
     found: list[tuple[float, Tile]] = []
-    for tile, at_once in table[min(max(64, 1 << (rows - 1).bit_length()), 256)]:
+    for tile, at_once in table[min(max(16, 1 << (rows - 1).bit_length()), 256)]:
+        if inner % tile.depth:
+            continue
         counts = (1,) if part.kind is Kind.GATED else _PIECE_COUNTS
         some = [replace(tile, pieces=pieces) for pieces in counts if pieces <= inner // tile.depth // 2]
         clocks = [(_clocks(one, at_once, rows, columns, inner), one) for one in some]

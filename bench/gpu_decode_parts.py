@@ -1,6 +1,6 @@
 """The parts of a decode step's layers: what the engine does now against products of its own, cut up in several ways.
 
-Usage: python bench/gpu_decode_parts.py [--sizes 1.5b 0.5b 7b] [--rows 256 128 64 512] [--budget-s 85]
+Usage: python bench/gpu_decode_parts.py [--sizes 1.5b 0.5b 7b] [--rows 256 128 64 32 16 512] [--budget-s 85]
 
 Each part is a matrix product and the kernel behind it. It is recorded in a CUDA graph over weights that no cache holds and
 replayed; the figures are µs of one part, first quartiles, as those processes and others may use the device meanwhile.
@@ -244,10 +244,10 @@ def entries(found: Mapping[tuple[str, int], Mapping[Part, Tile]]) -> list[str]:
 def main() -> None:
     parser = common_arguments(__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=["0.5b", "1.5b", "7b"], default=["0.5b", "1.5b", "7b"])
-    parser.add_argument("--rows", nargs="+", type=int, default=[256, 128, 64, 512])
+    parser.add_argument("--rows", nargs="+", type=int, default=[256, 128, 64, 32, 16, 512])
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     options = parser.parse_args()
-    wanted = [*ORDER, *((size, rows) for rows in (64, 512) for size in ("1.5b", "0.5b", "7b"))]
+    wanted = [*ORDER, *((size, rows) for rows in (64, 16, 32, 512) for size in ("1.5b", "0.5b", "7b"))]
     groups = [(size, rows) for size, rows in wanted if size in options.sizes and rows in options.rows]
     out, budget = console(), Budget(options.budget_s)
     if options.tiny:
