@@ -1,7 +1,9 @@
 """Host objects of the fabric's tests."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,17 @@ class Host:
     @verb()
     def snapshot_written(self) -> bool:
         return self.seat.rank == 0
+
+    @verb()
+    def ends_of_children(self) -> list[int]:
+        """How a process that is forked, and a program that is started, end by SIGTERM."""
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        forked.start()
+        forked.terminate()
+        forked.join()
+        started = subprocess.Popen(["sleep", "600"])
+        started.terminate()
+        return [forked.exitcode, started.wait()]
 
     def close(self) -> None:
         print(f"host of rank {self.seat.rank} is closed")

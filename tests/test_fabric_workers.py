@@ -189,6 +189,17 @@ def fault_of(workers: Workers, verb: str, arguments: dict[str, Any], deadline_s:
     return raised.value
 
 
+def test_workers_leave_sigterm_to_the_controller_and_what_they_start_does_not(tmp_path: Path) -> None:
+    """Who tells every process of a run to end, as service managers do, killed the workers of a run that was about to save."""
+    with workers_of(tmp_path, number=1, collectives=False) as workers:
+        worker = psutil.Process(pids_of(workers)[0])
+        for process in (worker, worker.parent()):
+            process.terminate()
+        assert workers.call("ends_of_children", phase="test", deadline_s=60) == [[-signal.SIGTERM] * 2]
+        began = time.monotonic()
+    assert time.monotonic() - began < ENDS_S and not psutil.pid_exists(worker.pid)
+
+
 def test_an_error_of_one_rank_is_named_and_not_the_collective_that_failed_for_it(tmp_path: Path) -> None:
     with workers_of(tmp_path, roles={1: "actor, rollout"}) as workers:
         fault = fault_of(workers, "fail", {"rank": 1, "user": False, "wait": True})

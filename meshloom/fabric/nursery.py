@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshloom.fabric import worker
-from meshloom.fabric.processes import die_with_parent
+from meshloom.fabric.processes import die_with_parent, leave_termination_to_others
 from meshloom.fabric.seats import Seat
 
 _MESSAGE_BYTES = 2**16
@@ -35,6 +35,7 @@ def main() -> None:
     parent, descriptor, modules = int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_termination_to_others()
     _import(modules)
     _Nursery(socket.socket(fileno=descriptor)).serve()
 

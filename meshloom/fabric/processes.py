@@ -30,6 +30,26 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def leave_termination_to_others() -> None:
+    """Let SIGTERM pass in this process, but not in what it forks or starts: who wants the run to end may tell every process of
+    it, and the controller decides. SIGHUP ends it as before."""
+
+    def hold() -> None:  # what is sent to a child at its birth must find it ready
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+    def end_as_usual() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        release()
+
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's children have it ignored
+    # A handler that does nothing, unlike SIG_IGN, is not handed on to programs that are started.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=end_as_usual)
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends, so that they can be found and ended."""
     if sys.platform == "linux":
@@ -84,7 +104,8 @@ def last_lines(file: Path, count: int = TAIL_LINES) -> list[str]:
 
 
 def end_groups(leaders: Iterable[int], *, grace_s: float) -> None:
-    """End process groups and all descendants of their leaders: SIGTERM, after ``grace_s`` seconds SIGKILL.
+    """End process groups and all descendants of their leaders: SIGTERM, to leaders SIGHUP too, which those obey that leave
+    SIGTERM to others; after ``grace_s`` seconds SIGKILL.
 
     Args:
         leaders: processes that lead a group each; they may have ended already.
@@ -95,6 +116,7 @@ def end_groups(leaders: Iterable[int], *, grace_s: float) -> None:
     for pid in leaders:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGHUP)
             os.killpg(pid, signal.SIGCONT)  # what is stopped cannot end otherwise
     until = time.monotonic() + grace_s
     while time.monotonic() < until and any(map(_lives, found)):

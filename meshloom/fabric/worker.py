@@ -27,7 +27,7 @@ from meshloom.config.environment import prepare_gloo
 from meshloom.config.errors import UserError
 from meshloom.fabric.channel import Channel, ChannelClosed, connect
 from meshloom.fabric.faults import error_fields
-from meshloom.fabric.processes import die_with_parent, interface_of
+from meshloom.fabric.processes import die_with_parent, interface_of, leave_termination_to_others
 from meshloom.fabric.seats import Seat
 from meshloom.fabric.stacks import answer_on_signal
 from meshloom.fabric.verbs import takes_note, telling, verbs_of
@@ -50,6 +50,7 @@ def serve_by(ticket: dict[str, Any]) -> None:
     """
     die_with_parent(ticket["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_termination_to_others()
     faulthandler.enable()
     answer_on_signal(ticket["stack"])
     channel = connect(ticket["host"], ticket["port"], bytes.fromhex(ticket["secret"]))
