@@ -181,7 +181,7 @@ class Worker:
         self.answered = 0
         """Requests it has answered."""
         self.leftovers = 0
-        """Threads and processes that earlier requests left in it."""
+        """Threads, processes and tasks that earlier requests left in it."""
 
     def _started(self, descriptor: int) -> subprocess.Popen[bytes]:
         self._output: Output | None = None

@@ -27,7 +27,7 @@ _MAX_BATCH = 64
 _BATCH_S = 0.004
 """A batch holds about as much work as this: cheap calls share a message, slow ones go one by one."""
 _MAX_LEFTOVERS = 16
-"""A worker in which functions left more threads and processes than this is replaced."""
+"""A worker in which functions left more threads, processes and tasks than this is replaced."""
 
 
 @dataclass(eq=False)

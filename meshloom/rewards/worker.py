@@ -5,8 +5,8 @@ Always holds: one line of JSON for each sample, in order; what the function does
 keeper starts a new one.
 
 The setup is a ``FunctionSpec``; a message is a batch of calls (a pickled list of lists of pickled requests), each sample
-answered by one line ``[value, reason, detail, parts, leftovers]``, the last being the number of threads and processes that
-functions left behind in this process. Behind what a sample's call printed there is a mark (``killable.output``).
+answered by one line ``[value, reason, detail, parts, leftovers]``, the last being the number of threads, processes and tasks
+that functions left behind in this process. Behind what a sample's call printed there is a mark (``killable.output``).
 """
 
 import asyncio
@@ -45,6 +45,9 @@ class Scoring:
     def __init__(self, function: Loaded, printing: Printing) -> None:
         self._function, self._printing = function, printing
         self._runner = asyncio.Runner()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """That of coroutines; none until there is one."""
+        self._is_spent = False
 
     def about(self) -> dict[str, Any]:
         """How the function is called."""
@@ -52,12 +55,16 @@ class Scoring:
 
     def results(self, message: bytes) -> Iterator[Outcome]:
         """What the function says of each sample."""
-        return (outcome for requests in pickle.loads(message) for outcome in self._outcomes(requests))
+        for requests in pickle.loads(message):
+            yield from self._outcomes(requests)
+            if self._is_spent:
+                os._exit(0)  # calls that wait are made in a fresh process
 
     def line(self, result: Outcome) -> bytes:
         """An outcome, and what functions have left behind by then."""
         self._printing.end_call()
-        return json.dumps([*result, _leftovers()], allow_nan=False).encode()
+        num_tasks = 0 if self._loop is None else len(asyncio.all_tasks(self._loop))
+        return json.dumps([*result, _leftovers() + num_tasks], allow_nan=False).encode()
 
     def _outcomes(self, requests: Sequence[bytes]) -> list[Outcome]:
         function, count = self._function, len(requests)
@@ -76,8 +83,13 @@ class Scoring:
         """What a coroutine returns. All calls share a loop, as clients that a function keeps do not outlive theirs; threads
         that it uses end with the call."""
         with ThreadPoolExecutor(thread_name_prefix="asyncio") as threads:
-            self._runner.get_loop().set_default_executor(threads)
-            return self._runner.run(coroutine)
+            self._loop = self._runner.get_loop()
+            self._loop.set_default_executor(threads)
+            try:
+                return self._runner.run(coroutine)
+            except (SystemExit, KeyboardInterrupt):
+                self._is_spent = True  # whatever awaited the one that raised it would raise it again, in a later call
+                raise
 
 
 def _leftovers() -> int:
