@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from meshloom.config.errors import RunFault
-from meshloom.loop.baseline import GreedySample, baseline_metrics, with_baseline
+from meshloom.loop.baseline import GreedySample, baseline_metrics, greedy_record, with_baseline
+from meshloom.loop.groups import cut_of, group_of, standing
 from meshloom.loop.spread import spread_of
-from meshloom.loop.stage import Spread
+from meshloom.loop.stage import Progress, Spread
 from meshloom.loop.train import run_training
 from meshloom.observe.records import read_metrics, read_samples
 from meshloom.plan.generated import generation_lines
-from meshloom.samples import Samples
+from meshloom.samples import Samples, concat
 from tests.lesson_runs import assert_same_run, train_settings, write_inputs
 from tests.test_many_devices import assert_like, newest
 
@@ -252,6 +253,21 @@ def test_a_baseline_stands_once_in_a_group() -> None:
     assert found["greedy_reward"].tolist() == [0.25, 0.25]
     assert found["valid"].tolist() == [True, True]
     assert baseline_metrics(found) == {"greedy_reward_mean": 0.25, "greedy_invalid": 0.0, "greedy_tokens": 1.0}
+
+
+def test_groups_of_an_earlier_checkpoint_are_trained_on_with_those_made_now(inputs: Path) -> None:
+    """They lack the column of what was printed: a run that was resumed with some ended with a fault of the program."""
+    settings = train_settings(inputs, inputs / "none")
+    greedy = GreedySample(response="a", ids=(1,), finish="stop", reward=0.25, invalid=None, parts={}, versions=(0, 0))
+    made = with_baseline(group([1.0, 0.0], [True, True], [0.0, 0.0]), greedy)
+    tokens, rows = {**made.tokens, "version": torch.zeros(4, dtype=torch.int32)}, {**made.rows, "group": torch.ones(2)}
+    made = Samples(made.lengths, tokens, rows, {**made.meta, "printed": ["now", ""]})
+    cut = cut_of(Progress(step=1, version=1, draws=2, order={}), [group_of(1, made, settings)], {})
+    del cut.values["buffer"]["meta"]["printed"]
+    del cut.values["buffer"]["meta"]["greedy"][0]["printed"]
+    _, (waiting,) = standing(cut, settings)
+    assert concat([waiting.content, made]).meta["printed"] == ["", "", "now", ""]
+    assert "printed" not in greedy_record(waiting.content, 0)
 
 
 @pytest.mark.slow

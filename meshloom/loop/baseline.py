@@ -94,7 +94,7 @@ def greedy_record(samples: Samples, sample: int) -> dict[str, Any] | None:
         "finish": greedy["finish"],
         "versions": list(greedy["versions"]),
         "parts": greedy["parts"],
-        **({"printed": greedy["printed"]} if greedy["printed"] else {}),
+        **({"printed": greedy["printed"]} if greedy.get("printed") else {}),
         **greedy["episode"],
     }
 

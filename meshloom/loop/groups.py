@@ -14,6 +14,9 @@ from meshloom.loop.stage import Attempt, Group, Progress, Spread
 from meshloom.samples import Samples, concat
 from meshloom.samples.store import from_parts, to_parts
 
+_LATER = {"printed": ""}
+"""Columns that groups of an earlier checkpoint do not have, with what stands for them: of what is shown alone."""
+
 
 def as_groups(found: Attempt[Samples], settings: TrainSettings) -> Attempt[Group[Samples]]:
     """What a rollout gave, for the control."""
@@ -51,6 +54,7 @@ def standing(cut: Cut, settings: TrainSettings) -> tuple[Progress, list[Group[Sa
     """What ``cut_of`` was given."""
     kept = cut.values["buffer"]
     tensors = {name.removeprefix("buffer/"): t for name, t in cut.tensors.items() if name.startswith("buffer/")}
-    parts = from_parts(tensors, kept["meta"]).split(kept["groups"]) if kept["groups"] else []
+    meta = {name: [value] * sum(kept["groups"]) for name, value in _LATER.items()} | kept["meta"]
+    parts = from_parts(tensors, meta).split(kept["groups"]) if kept["groups"] else []
     groups = [group_of(int(part["group"][0]), part, settings) for part in parts]
     return Progress.of(cut.values), groups
