@@ -64,6 +64,17 @@ async def waits(completions):
     await asyncio.gather(*[asyncio.to_thread(time.sleep, 0.01) for _ in range(30)])
     return [float(is_first)] * len(completions)
 
+async def leaves(completions):
+    """How many tasks there are."""
+    asyncio.create_task(asyncio.sleep(1e6))
+    return [float(len(asyncio.all_tasks()))] * len(completions)
+
+async def ends(completions):
+    async def end():
+        raise SystemExit(3)
+    await asyncio.gather(*[end() for text in completions if text == "end"], asyncio.sleep(0.001))
+    return [1.0] * len(completions)
+
 class Judge:
     async def __call__(self, completions, **columns):
         return [0.5] * len(completions)
@@ -196,6 +207,23 @@ def test_calls_of_an_async_function_share_a_loop_and_leave_no_threads(file: Path
         assert [reward.value for reward in pool.score([ask("a")] * 2)] == [0.5, 0.5]
 
 
+def test_tasks_that_an_async_function_leaves_behind_are_bounded(file: Path) -> None:
+    """They lived in the loop that calls share, each with its memory, as long as the run."""
+    with opened(file, "leaves") as pool:
+        found = [reward.value for _ in range(40) for reward in pool.score([ask("a")])]
+    assert found[:2] == [2.0, 3.0] and max(found) < 40
+
+
+def test_a_task_that_ends_the_loop_costs_its_own_group(file: Path) -> None:
+    """What awaited it raised the same once more in the next call, which had nothing to do with it."""
+    with opened(file, "ends") as pool:
+        groups = [[pool.submit(ask(text))] for text in ("a", "end", "a", "a")]
+        for group in groups:
+            pool.begin(group)
+        rewards = [scoring.result() for (scoring,) in groups]
+    assert [reward.reason for reward in rewards] == [None, InvalidReason.RAISED, None, None]
+
+
 def test_a_group_is_called_in_the_order_that_begins_it_and_what_is_never_begun_is_unfinished(file: Path) -> None:
     with opened(file, "trl") as pool:
         first, second, lost = (pool.submit(ask(name)) for name in "abc")
@@ -291,6 +319,7 @@ def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
     return [{"score": float(len(text)), "size": len(solution_strs)} for text in solution_strs]
 
 def short(completions):
+    print("of", len(completions))
     return [1.0]
 """
 
@@ -326,7 +355,10 @@ def test_a_run_is_scored_by_several_functions_that_take_lists(
     assert out.count("samples.jsonl") == 1
 
 
-def test_a_list_of_another_length_ends_a_run_with_one_clear_error(tmp_path: Path) -> None:
+def test_a_list_of_another_length_ends_a_run_with_one_clear_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What was printed over a step that is never written is in the error: the user was sent to a file that is not there."""
     inputs = write_inputs(tmp_path / "inputs")
     (inputs / "own.py").write_text(OWN)
     settings = train_settings(
@@ -336,4 +368,5 @@ def test_a_list_of_another_length_ends_a_run_with_one_clear_error(tmp_path: Path
         run_training(settings, resume=False)
     each = settings.batch.samples_per_prompt
     assert fault.value.what == "100% of this step's rewards are invalid"
-    assert f"bad_list: short returned a list of 1 for {each} samples" in fault.value.why
+    assert f"bad_list: short returned a list of 1 for {each} samples; it printed: of {each}" in fault.value.why
+    assert "samples.jsonl" not in "".join(capfd.readouterr())

@@ -59,9 +59,10 @@ class RowNames:
     @classmethod
     def of(cls, rows: Iterable[Row]) -> "RowNames":
         """Of some rows."""
-        given = list(rows)
-        columns = [frozenset(row.columns) for row in given]
-        return cls(
-            sources=frozenset(row.data_source for row in given),
-            columns=frozenset.intersection(*columns) if columns else frozenset(),
-        )
+        sources: set[str] = set()
+        columns: set[str] | None = None
+        for row in rows:
+            sources.add(row.data_source)
+            names = row.columns.keys()
+            columns = set(names) if columns is None else columns & names
+        return cls(sources=frozenset(sources), columns=frozenset(columns or ()))

@@ -23,16 +23,20 @@ def check_rewards(batch: Samples, settings: TrainSettings) -> None:
     Raises:
         RunFault: if too many rewards are invalid.
     """
-    refuse_invalid(joined(batch).meta["invalid"], settings, "this step")
+    meta = joined(batch).meta
+    refuse_invalid(meta["invalid"], settings, "this step", meta.get("printed", ()))
 
 
-def refuse_invalid(reasons: Sequence[str | None], settings: TrainSettings | EvalSettings, whose: str) -> None:
+def refuse_invalid(
+    reasons: Sequence[str | None], settings: TrainSettings | EvalSettings, whose: str, printed: Sequence[str] = ()
+) -> None:
     """Refuse samples most of whose rewards say nothing.
 
     Args:
         reasons: why the reward of each sample is invalid; none where it is a number.
         settings: of the run.
         whose: samples these are.
+        printed: by the reward function, of each sample; none where the samples are written with it.
 
     Raises:
         RunFault: if more than ``reward.max_invalid_share`` are invalid.
@@ -42,11 +46,12 @@ def refuse_invalid(reasons: Sequence[str | None], settings: TrainSettings | Eval
         return
     kind, count = Counter(reason.partition(":")[0] for reason in found).most_common(1)[0]
     reason = Counter(reason for reason in found if reason.partition(":")[0] == kind).most_common(1)[0][0]
+    shown = next((text for own, text in zip(reasons, printed, strict=False) if own == reason and text), "")
     place, mended = _place(settings, reason.removeprefix(f"{NO_BASELINE}: "))
     raise RunFault(
         f"{len(found) / len(reasons):.0%} of {whose}'s rewards are invalid",
         where=place,
-        why=f"most often ({count} of {len(reasons)}): {reason}",
+        why=f"most often ({count} of {len(reasons)}): {reason}" + (f"; it printed: {shown}" if shown else ""),
         fix=f"mend {mended}, or raise reward.max_invalid_share",
     )
 

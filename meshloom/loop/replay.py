@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from meshloom.config.settings import TrainSettings
 from meshloom.data.order import PromptOrder
-from meshloom.loop.collect import sample_records
 from meshloom.loop.control import Schedule, nothing_finished, tried_twice
 from meshloom.loop.groups import group_of
 from meshloom.loop.rl import RLStage
@@ -93,5 +92,4 @@ def _write(stage: RLStage, found: Collected[Group[Samples]], step: int) -> None:
     stage.step = step
     counts = {"prompts_retried": found.retried, "prompts_dropped": len(found.dropped)}
     stage.session.log("train", stage.rollout_metrics(batch) | counts, step=step)
-    prompts = stage.roles.collector.prompts
-    stage.session.log_samples(lambda: sample_records(batch, prompts, step=step, kind="train", exact=True))
+    stage.log_samples(batch, step, exact=True)

@@ -104,7 +104,6 @@ class StageFrame:
             RunFault: if too many of them are invalid.
         """
         self.components.look(batch)
-        self.printed.look(batch.meta.get("printed", ()))
         scored, self.scored = self.scored or [batch], []
         check_rewards(concat(scored), self.settings)
         self.spread.look(batch)
@@ -117,8 +116,13 @@ class StageFrame:
         self.session.log("train", self._metrics(done), step=done.step)
         batch, count = done.batch, self.settings.logging.samples_per_step
         shown = batch if count is None else batch.select(range(min(count, len(batch))))
-        prompts, exact = self.roles.collector.prompts, self.settings.logging.sampler_logprobs
-        self.session.log_samples(lambda: sample_records(shown, prompts, step=done.step, kind="train", exact=exact))
+        self.log_samples(shown, done.step, exact=self.settings.logging.sampler_logprobs)
+
+    def log_samples(self, shown: Samples, step: int, *, exact: bool) -> None:
+        """Write samples of a step; arguments as of ``sample_records``."""
+        prompts = self.roles.collector.prompts
+        self.session.log_samples(lambda: sample_records(shown, prompts, step=step, kind="train", exact=exact))
+        self.printed.look(shown.meta.get("printed", ()))
 
     def _metrics(self, done: StepDone[Samples, Lesson]) -> dict[str, float]:
         """Numbers of a step: what was sampled, what was learned, where the run is, how fast it was."""
