@@ -114,6 +114,29 @@ MINE=8
 eval "bash ./run.sh one$LR-$LATER-\$MINE"
 END
 """,
+    "pipes, loops that do not begin, and what is printed": r"""
+CMD=(python3 -m verl.trainer.main_ppo)
+N=1 ARRAY=a.array=1
+ARRAY+=(a.more=2)
+IFS=,
+OWN="${ARRAY[*]}"
+unset IFS
+set_it() { N=2; } && run() { echo "+ $*"; "$@"; }
+echo x | N=3; N=4 & { N=5; exit 0; } | cat; set_it | cat
+echo x | while read -r y; do N=6; done
+if true; then N=7; fi | cat
+while [ $N -gt 5 ]; do N=8; python3 -m verl.trainer.main_ppo a.n=never; done
+for x in "${NONE[@]}"; do python3 -m verl.trainer.main_ppo a.n=never; done
+NEVER=$(
+  # it's a comment (
+  echo x
+)
+EMPTY="" TWO="x y"
+[[ $EMPTY == "" && $TWO == "x y" ]] && SAME=yes
+N=9 run :
+echo "${CMD[@]}" a.n=printed
+run "${CMD[@]}" a.n=$N a.own="$OWN" a.same=$SAME 2>&1 | tee /dev/null
+""",
 }
 
 
@@ -209,8 +232,8 @@ START = "python3 -m verl.trainer.main_ppo data.seed="
             "line 2 names verl.trainer.main_ppo.*the function run starts it, and nothing calls run",
         ),
         (f"X=1\nRESULT=$({START}1)", "line 2 names verl.trainer.main_ppo.*give the launch as a command of its own"),
-        (f"f() {{ exit 0; }}\nf\n{START}1", "line 3 names .*behind the end of the script"),
-        (f"exit 0\n{START}1", "line 2 names .*behind the end of the script"),
+        (f"f() {{ exit 0; }}\nf\n{START}1", "line 3 names .*line 1 ends the text before"),
+        (f"A=${{A:-}}\n[ -z $A ] && exit 1\n{START}1", "line 3 names .*line 2 ends the text before.*NAME=…"),
         (f"parallel {START}{{}} ::: 1 2", "for each of inputs of parallel"),
         (f"( cd x && {START}1", "bracket \\( is not closed.*close it"),
     ],
@@ -237,6 +260,7 @@ def test_a_launch_that_is_not_one_for_certain_is_refused_with_its_line(text: str
         f"[ -f /etc/x ] && {{ S=1; {START}$S; }}",
         f'N=3\nwhile [[ $# -gt 0 ]]; do N=$2; shift 2; done\n(( N > 2 )) && {START}1 "$@"',
         f"f() {{ [ 1 = 2 ]; }}\nS=1\nf && S=2\nf || {START}1",
+        f'main() {{ if [ $# -lt 1 ]; then exit 1; fi; {START}1 "$@"; }}\nmain "$@"',
         f"if python3 -c 'import ray'; then {START}1; else {START}1; fi",
     ],
 )

@@ -45,12 +45,14 @@ class Found:
         overrides: statements that are nothing but overrides: all there is where no program is named, and else lost behind a
             line that ends the launch.
         uncalled: functions that nothing calls, with their lines.
+        end: line that ends the text before its last; 0 where none does.
     """
 
     scope: Scope = field(default_factory=Scope)
     launches: list[Launch] = field(default_factory=list)
     overrides: list[list[str]] = field(default_factory=list)
     uncalled: dict[str, Body] = field(default_factory=dict)
+    end: int = 0
 
 
 def the_launch(
@@ -100,6 +102,9 @@ def require_none_named(text: str, found: Found, names: re.Pattern[str]) -> list[
     what = f"line {number} names {named[0] if named else line.strip()}, and the text does not start it"
     why = "it stands in a comment, in a text, in $(…), behind the end of the script, or in a branch that is not taken"
     fix = f"give the launch as a command of its own: {_FORM}"
+    if found.end:
+        why = f"line {found.end} ends the text before, by what its variables are"
+        fix = "give each variable that it asks for a line of its own in front, NAME=…, or give the launch alone"
     for name, body in found.uncalled.items():
         if names.search(body.inside):
             why, fix = (

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain, pairwise
 
 from meshloom.config.verl.launches import Found, Launch
 from meshloom.config.verl.other_shells import (
@@ -19,18 +20,12 @@ from meshloom.config.verl.other_shells import (
     read_by_shell,
     without_redirections,
 )
-from meshloom.config.verl.shell_branches import ASSIGNMENT, Frame, goes_on, holds, joined
+from meshloom.config.verl.shell_branches import ASKS, ASSIGNMENT, WITHOUT_VALUE, Frame, goes_on, holds, joined
+from meshloom.config.verl.shell_changes import array_of, changes, set_array
 from meshloom.config.verl.shell_text import Body, Document, body_of, function_of, plain, statements
-from meshloom.config.verl.shell_words import DECLARES, Scope
+from meshloom.config.verl.shell_words import DECLARES, NO_WORDS, Scope
 
-_ARRAY = re.compile(
-    r"(?:((?:export|local|declare|readonly|typeset)\s+)(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=\((.*)\)", re.DOTALL
-)
 _ARM = re.compile(r"\(?\s*([^()\s][^()]*)\)\s*(.*)", re.DOTALL)
-_WITHOUT_VALUE = re.compile(r"\$|`")
-_CHANGING = re.compile(r"(let\s|\(\()|(?:read|unset|mapfile|readarray|getopts)\s")
-"""What changes variables besides assignments: arithmetic, and commands."""
-_COUNTED = re.compile(r"(?:\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))")
 _DEEPEST = 12
 """Functions and shells within each other that are followed."""
 
@@ -48,7 +43,7 @@ def read_script(text: str, is_launch: Callable[[Sequence[str]], bool], is_overri
     """
     reader = _Reader(Found(), _Names(is_launch, is_override), Scope())
     reader.read(text)
-    reader.found.scope = reader.scope
+    reader.found.scope, reader.found.end = reader.scope, reader.found.end if reader.ended else 0
     return reader.found
 
 
@@ -84,15 +79,17 @@ class _Reader:
         self.depth, self.line, self.called = 0, 1, 0
         self.is_sure = True
         self.last: bool | None = True
-        self.ended = self.exited = False
+        self.ended = self.exited = self.is_fed = self.is_aside = self.passes_on = False
         self.locals: list[dict[str, Scope]] = []
 
     def read(self, text: str, line: int = 1) -> None:
         before = self.line
-        for statement in statements(plain(text, self.names.documents, line), line):
-            if self.ended:
+        found = statements(plain(text, self.names.documents, line), line)
+        for statement, after in pairwise(chain(found, [None])):
+            if self.ended or statement is None:
                 break
             self.line = statement.line
+            self.is_fed, self.is_aside = statement.sign == "|", after is not None and after.sign in ("|", "&")
             self.take(statement.sign, statement.text)
         self.line = before
 
@@ -112,7 +109,7 @@ class _Reader:
         elif keyword in ("for", "select"):
             self._for(rest)
         elif keyword in ("while", "until"):
-            self._while(rest)
+            self._while(rest, is_until=keyword == "until")
         elif keyword == "case":
             self._case(rest)
         elif keyword in ("fi", "done", "esac"):
@@ -124,10 +121,14 @@ class _Reader:
 
     def _open(self, keyword: str) -> None:
         if keyword == "if" or not self.frames:
-            self.frames.append(Frame("if"))
+            self._enter(Frame("if"))
         else:
             self._next_branch()
         self.frames[-1].in_condition = True
+
+    def _enter(self, frame: Frame) -> None:
+        frame.outside, frame.is_fed = self.scope.copy(), self.is_fed
+        self.frames.append(frame)
 
     def _next_branch(self) -> None:
         self._leave_branch()
@@ -142,8 +143,10 @@ class _Reader:
 
     def _end_branches(self) -> None:
         self._leave_branch()
-        for name in self.frames.pop().changed:
+        frame = self.frames.pop()
+        for name in frame.changed:
             self.scope.forget(name)
+        self.scope.take_back(frame.outside) if frame.is_fed or self.is_aside else None
 
     def _condition(self, sign: str, statement: str) -> None:
         frame = self.frames[-1]
@@ -168,7 +171,7 @@ class _Reader:
         elif self.frames and keyword == "else":
             self._next_branch()
         elif self.frames and keyword == "do":
-            self.frames[-1].in_condition = False
+            self.frames[-1].begin_loop()
         self.last = True
 
     def _for(self, rest: str) -> None:
@@ -176,26 +179,27 @@ class _Reader:
         name, _, written = rest.strip().partition(" ")
         name = name.lstrip("(").partition("=")[0].strip()
         words = self.scope.words(written.strip().removeprefix("in").strip())
-        one = len(words) == 1 and not _WITHOUT_VALUE.search(words[0]) and not re.search(r"[{*?]", words[0])
+        one = len(words) == 1 and not WITHOUT_VALUE.search(words[0]) and not re.search(r"[{*?]", words[0])
         if one and name.isidentifier() and self._is_carried_out():
             self.scope.assign(name, words[0])
         else:
             self.scope.unknown.add(name)
         values = ", ".join(words) if words and not rest.lstrip().startswith("(") else rest.strip()
-        self.frames.append(Frame("loop", value=True, subject="" if one else name, values=values))
+        none = not words and written.strip().startswith("in") and not NO_WORDS.search(written)
+        self._enter(Frame("loop", value=not none, subject="" if one else name, values=values))
 
-    def _while(self, rest: str) -> None:
+    def _while(self, rest: str, *, is_until: bool) -> None:
         """A loop that goes on as long as its condition holds; one over arguments has none, as a text is given without any."""
         reads_arguments = self.scope.arguments is None and (
             re.search(r"\$#|\$\{#\}", rest) or rest.startswith("getopts")
         )
-        self.frames.append(Frame("loop", value=not reads_arguments))
-        self._look_for_launch(rest)
+        self._enter(Frame("loop", True, bool(reads_arguments), in_condition=True, is_until=is_until))
+        self._condition("\n", rest)
 
     def _case(self, rest: str) -> None:
         subject, _, first = re.sub(r"\sin(\s|$)", "\0", f"{rest} ", count=1).partition("\0")
         frame = Frame("case", value=False, subject="".join(self.scope.words(subject)), before_arm=True)
-        self.frames.append(frame)
+        self._enter(frame)
         self.take("\n", first.strip()) if first.strip() else None
 
     def _arm(self, statement: str) -> str:
@@ -207,7 +211,7 @@ class _Reader:
         frame.before_arm = False
         self._next_branch()
         patterns = [self.scope.text(one.strip()) for one in match[1].split("|")]
-        known = not _WITHOUT_VALUE.search(frame.subject)
+        known = not WITHOUT_VALUE.search(frame.subject)
         frame.value = any(fnmatchcase(frame.subject, one) for one in patterns) if known else None
         return match[2]
 
@@ -228,7 +232,11 @@ class _Reader:
                 frame.before = self.scope.copy()
         if any(frame.kind == "loop" for frame in self.frames) and goes_on(statement):
             known = False  # nobody knows how often
+        outside, ended, exited = self.scope.copy(), self.ended, self.exited
         self.last = self._status(statement) if known else self._guess(statement)
+        if self.is_fed or self.is_aside:  # in a process of its own
+            self.scope.take_back(outside)
+            self.ended, self.exited = ended, exited
 
     def _guess(self, statement: str) -> None:
         """Carry out a statement of which nobody knows whether it is carried out: what it changes is not known behind it."""
@@ -247,13 +255,14 @@ class _Reader:
         if (body := body_of(statement, self.line)) is not None:
             self._body(body)
             return True
-        if match := _CHANGING.match(statement):
-            self._change(statement, is_arithmetic=match[1] is not None)
+        if changes(self.scope, statement):
             return None
-        if match := _ARRAY.fullmatch(statement):
-            self._set_array(match)
+        if match := array_of(statement):
+            self._declare(match[1].strip(), [match[2]]) if match[1] else None
+            set_array(self.scope, match)
             return True
         status = self._test(statement)
+        self.passes_on = self.scope.arguments is None and NO_WORDS.search(statement) is not None
         return self._take_words(self.scope.words(statement)) if status is None else status
 
     def _body(self, body: Body) -> None:
@@ -293,10 +302,13 @@ class _Reader:
             for match in filter(None, matches):
                 self._set(match)
             return True
+        if words[:1] in (["echo"], ["printf"]):
+            return True
         if words[:1] in (["exit"], ["return"]):
             loops = any(frame.kind == "loop" for frame in self.frames)  # which may end before
             ends = self.is_sure and self._is_carried_out() is True and not loops
             self.ended, self.exited = self.ended or ends, self.exited or (ends and words[0] == "exit")
+            self.found.end = self.line if ends else self.found.end
         elif words[:1] == ["shift"]:
             count = int(words[1]) if words[1:] and words[1].isdecimal() else 1
             self.scope.arguments = None if self.scope.arguments is None else self.scope.arguments[count:]
@@ -308,7 +320,7 @@ class _Reader:
             return None
         else:
             self._plain_words(without_redirections(words))
-        return None if words[:1] in (["grep"], ["command"], ["["], ["[["], ["test"]) else True
+        return None if words and words[0] in ASKS else True
 
     def _plain_words(self, words: list[str]) -> None:
         if self.names.is_launch(words):
@@ -327,10 +339,13 @@ class _Reader:
         """Whether words start something that is in the text too, and is read: a function, ``eval``, another shell, a file."""
         before = [word for word in words if not ASSIGNMENT.fullmatch(word)]
         place = words.index(before[0]) if before else len(words)
-        for match in filter(None, map(ASSIGNMENT.fullmatch, words[:place])):
-            self._set(match) if before and before[0] in self.names.functions else None
         if before and before[0] in self.names.functions and before == words[place:]:
-            self._call(before[0], without_redirections(before[1:]))
+            outside = self.scope.copy()
+            for match in filter(None, map(ASSIGNMENT.fullmatch, words[:place])):
+                self._set(match)
+            self._call(before[0], without_redirections(before[1:]) or (None if self.passes_on else []))
+            for word in words[:place]:
+                self.scope.take(word.partition("=")[0].rstrip("+"), outside)
             return True
         if before[:1] == ["eval"]:
             self._within(self.scope, " ".join(before[1:]), self.line)
@@ -346,8 +361,8 @@ class _Reader:
             self._within(scope, text.text, text.line or self.line, is_own=True)
         return len(self.found.launches) > launches
 
-    def _call(self, name: str, arguments: list[str]) -> None:
-        """A function, with its arguments; what it calls local ends with it."""
+    def _call(self, name: str, arguments: list[str] | None) -> None:
+        """A function, with its arguments, none if they are not known; what it calls local ends with it."""
         body = self.names.functions[name]
         self.found.uncalled.pop(name, None)
         before, self.scope.arguments = self.scope.arguments, arguments
@@ -371,20 +386,6 @@ class _Reader:
         name, adds, value = match[1], match[2], match[3]
         if not (adds and name in self.scope.unknown):
             self.scope.assign(name, (self.scope.variables.get(name, "") if adds else "") + value)
-
-    def _change(self, statement: str, *, is_arithmetic: bool) -> None:
-        found = re.findall(_COUNTED, statement) if is_arithmetic else [(name, "") for name in statement.split()[1:]]
-        for name in filter(str.isidentifier, map("".join, found)):
-            self.scope.forget(name)
-            if statement.startswith("unset"):
-                self.scope.unknown.discard(name)
-
-    def _set_array(self, match: re.Match[str]) -> None:
-        name, adds, words = match[2], match[3], self.scope.words(match[4])
-        if match[1]:
-            self._declare(match[1].strip(), [name])
-        self.scope.arrays[name] = [*(self.scope.arrays.get(name, []) if adds else []), *words]
-        self.scope.unknown -= set() if adds else {name}
 
     def _test(self, statement: str) -> bool | None:
         """Whether a condition holds; none if that does not follow from the text."""

@@ -12,7 +12,24 @@ from fnmatch import fnmatchcase
 from meshloom.config.verl.shell_words import Scope
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_WITHOUT_VALUE = re.compile(r"\$|`")
+WITHOUT_VALUE = re.compile(r"\$|`")
+ASKS = (
+    "[",
+    "[[",
+    "test",
+    "command",
+    "which",
+    "type",
+    "hash",
+    "grep",
+    "ls",
+    "pgrep",
+    "curl",
+    "ping",
+    "nc",
+    "nvidia-smi",
+)
+"""Commands that are carried out to see whether they succeed."""
 
 
 @dataclass
@@ -27,6 +44,9 @@ class Frame:
         subject: what ``case`` compares; the variable of a loop.
         before_arm: whether a pattern of ``case`` comes next.
         values: of a loop's variable, as they are written.
+        is_until: whether it is a loop that ends once its condition holds.
+        is_fed: whether it reads from a pipe, and so is a process of its own.
+        outside: the variables in front of it.
         before: the variables in front of a branch of which nobody knows whether it is taken, while it is read.
         changed: names that such branches have changed.
     """
@@ -38,6 +58,9 @@ class Frame:
     subject: str = ""
     before_arm: bool = False
     values: str = ""
+    is_until: bool = False
+    is_fed: bool = False
+    outside: Scope = field(default_factory=Scope)
     before: Scope | None = None
     changed: set[str] = field(default_factory=set)
 
@@ -46,6 +69,12 @@ class Frame:
         if self.was_taken is True or self.value is False:
             return False
         return self.value if self.was_taken is False else None
+
+    def begin_loop(self) -> None:
+        """Leave the condition of a loop, whose statements are carried out unless it ends the loop at once."""
+        if self.in_condition:
+            self.value = self.value is None or self.value is not self.is_until
+        self.in_condition = False
 
     def next(self) -> None:
         """Leave a branch for the next one."""
@@ -84,7 +113,7 @@ def holds(words: list[str]) -> bool | None:
         if sign in words:
             place = words.index(sign)
             return joined(holds(["test", *words[:place]]), sign, holds(["test", *words[place + 1 :]]))
-    if any(_WITHOUT_VALUE.search(word) for word in words):
+    if any(WITHOUT_VALUE.search(word) for word in words):
         return None
     if words[:1] == ["!"]:
         value = holds(["test", *words[1:]])

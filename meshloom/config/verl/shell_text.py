@@ -16,6 +16,7 @@ _CONTINUED = re.compile(r"\\[ \t]*\n")
 _OPERATORS = re.compile(r"&&|\|\||;;&?|[;&|\n]")
 _HEADER = re.compile(r"\s*(?:function\s+([\w.:-]+)\s*(?:\(\s*\))?|([\w.:-]+)\s*\(\s*\))\s*")
 _ARM_HEAD = re.compile(r"\s*\(?[^()\s][^()]*\)\s*")
+_CASE = re.compile(r"(?:.*\s)?case\s.*\sin\s", re.DOTALL)
 _JOINED = "\x1f"
 """Stands for the end of a line that ends nothing: a blank that counts as a line."""
 _BEFORE_GROUP = ("if", "elif", "then", "else", "do", "while", "until", "!", "time", "nohup")
@@ -196,9 +197,9 @@ def _begins_body(text: str, start: int, place: int) -> bool:
 
 def _inside(text: str, start: int, place: int, sign: str) -> bool:
     """Whether a sign is a part of a redirection, of ``[[ … ]]`` or of a pattern of ``case``."""
-    if sign in ("&", "|") and (text[place - 1 : place] == ">" or text[place + 1 : place + 2] == ">"):
+    if sign in ("&", "|") and (text[place - 1 : place] in ("<", ">") or text[place + 1 : place + 2] == ">"):
         return True
-    patterns = [one.split() for one in text[start:place].split("|")]
+    patterns = [one.split() for one in _CASE.sub("", text[start:place]).split("|")]
     if sign == "|" and re.match(r"\|[^()\n;&$`]*\)", text[place:]) and all(len(words) == 1 for words in patterns):
         return True
     before = text[start:place].split()

@@ -1,16 +1,16 @@
-"""What bash makes of a piece of text: quotes, variables, defaults, arrays, arithmetic.
+"""What bash makes of a piece of text: quotes, variables, defaults, arrays.
 
 Owns: words and their values, without running anything. Refuses to know: which statements run (``script``), what a verl command
 is. Always holds: what has no value here is kept as it stands, so that it can be named; nothing is looked up outside the text.
 """
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
+
+from meshloom.config.verl.shell_arithmetic import computed
 
 _CASE = re.compile(r"case\s.*?\sesac\b", re.DOTALL)
 """Its patterns end with brackets that none opens."""
@@ -19,7 +19,7 @@ _NAME = re.compile(r"\w+|[@*#?$!-]")
 _PARAMETER = re.compile(r"(\w+)(?:\[([@*]|\d+)\])?(:?[-=+?]|##?|%%?|,,?|\^\^?)?(.*)", re.DOTALL)
 _LENGTH = re.compile(r"#(\w+)(\[[@*]\])?")
 _ASSIGNS = re.compile(r"[A-Za-z_]\w*\+?=")
-_NO_WORDS = re.compile(r"\$[@*]|\$\{[@*][^}]*\}")
+NO_WORDS = re.compile(r"\$[@*]|\$\{[@*][^}]*\}")
 DECLARES = ("export", "local", "declare", "readonly", "typeset")
 """Words in front of assignments."""
 
@@ -56,6 +56,9 @@ def behind_bracket(text: str, place: int) -> int:
             and text[place - 1 : place] in (" ", "\t", "\n", ";", "(")
         ):
             place = match.end()
+            continue
+        if opening == "(" and text[place] == "#" and text[place - 1] in " \t\n;(":
+            place += len(text[place:].partition("\n")[0])
             continue
         depth += (text[place] == opening) - (text[place] == closing)
         place = behind(text, place)
@@ -170,7 +173,7 @@ class Scope:
 
     def substituted(self, raw: str) -> str | list[str] | None:
         """The value of ``$A``, ``${A…}``, ``$(…)`` or ``$((…))``; words of an array; none if it has no value here."""
-        if _NO_WORDS.fullmatch(raw):
+        if NO_WORDS.fullmatch(raw):
             first = int(match[1]) - 1 if (match := re.search(r":(\d+)", raw)) else 0
             return [] if self.arguments is None else self.arguments[max(0, first) :]
         if raw.startswith("$(("):
@@ -197,7 +200,7 @@ class Scope:
         found = self.arrays.get(name, [])
         if index.isdigit():
             return found[int(index)] if int(index) < len(found) else None
-        return " ".join(found) if index == "*" else list(found)
+        return self.variables.get("IFS", " ")[:1].join(found) if index == "*" else list(found)
 
     def _parameter(self, inside: str) -> str | list[str] | None:
         if match := _LENGTH.fullmatch(inside):
@@ -246,12 +249,7 @@ class Scope:
         if None in names.values():
             return None
         text = re.sub(r"[A-Za-z_]\w*", lambda match: f"({names[match[0]]})", inside)
-        if not re.fullmatch(r"[\d\s()+*/%-]*", text):
-            return None
-        try:
-            return str(_computed(ast.parse(text.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            return None
+        return computed(text)
 
 
 def _changed(value: str, sign: str, pattern: str) -> str:
@@ -265,34 +263,6 @@ def _changed(value: str, sign: str, pattern: str) -> str:
         return value[(max(cuts) if len(sign) == 2 else min(cuts)) :] if cuts else value
     cuts = [place for place in places if fnmatchcase(value[place:], pattern)]
     return value[: (min(cuts) if len(sign) == 2 else max(cuts))] if cuts else value
-
-
-def _quotient(left: int, right: int) -> int:
-    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-
-
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _quotient,
-    ast.Mod: lambda left, right: left - right * _quotient(left, right),
-}
-
-
-def _computed(node: ast.expr) -> int:
-    """The value of whole numbers and + - * / %.
-
-    Raises:
-        ValueError: if there is anything else.
-    """
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        return _computed(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_computed(node.left), _computed(node.right))
-    raise ValueError(f"{ast.unparse(node)} is not computed")
 
 
 class _Words:
@@ -373,7 +343,7 @@ class _Words:
         value = self.scope.substituted(raw)
         if isinstance(value, list):
             self._add_several(value)
-        elif value is None or quoted or not self.splits or self._assigns() or "$(" in value or "`" in value:
+        elif value is None or quoted or not self._splits_values() or "$(" in value or "`" in value:
             self._add(raw if value is None else value)
         else:
             self._add_several(value.split() if value.strip() == value else ["", *value.split(), ""])
@@ -392,7 +362,11 @@ class _Words:
             self._end() if number else None
             self._add(word) if word else None
 
+    def _splits_values(self) -> bool:
+        """Whether a value falls apart at its blanks: not that of an assignment, nor one within ``[[ … ]]``."""
+        return self.splits and not self._assigns() and (self.found[:1] != ["[["] or "]]" in self.found)
+
     def _assigns(self) -> bool:
-        """Whether the word is an assignment, whose value does not fall apart."""
+        """Whether the word is an assignment."""
         before = all(_ASSIGNS.match(word) or word in DECLARES for word in self.found)
         return before and _ASSIGNS.match(self.word or "") is not None
