@@ -89,14 +89,15 @@ def _planned(
     from meshloom.plan import build_plan
     from meshloom.plan.count import count_prompts
     from meshloom.plan.hardware_options import notes_on_hardware
-    from meshloom.plan_trial import is_of_this_machine, not_tried, tried
+    from meshloom.plan_trial import FirstPrompts, is_of_this_machine, not_tried, tried
 
     ranking: Ranking | None = None
-    if isinstance(settings, TrainSettings) and _searches(args, settings):
-        ranking = _search(args, settings)
-        settings = ranking.chosen or settings
-    plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
-    found = list(tried(settings, plan.problems))
+    with FirstPrompts(settings) as prompts:
+        if isinstance(settings, TrainSettings) and _searches(args, settings):
+            ranking = _search(args, settings)
+            settings = ranking.chosen or settings
+        plan = build_plan(settings, count_prompts(settings) if args.prompts is None else args.prompts)
+        found = list(tried(settings, plan.problems, prompts))
     aside = [problem for problem in found if notes_on_hardware(settings) and is_of_this_machine(problem)]
     refused = [problem for problem in found if problem not in aside]
     aside += not_tried(settings, (*plan.problems, *plan.warnings))

@@ -8,9 +8,12 @@ Codes: U001 a logger, U002 a reward function, U003 an environment, U004 a functi
 a warning: D007 a model without a tokenizer.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 from meshloom.config.errors import UserError
 from meshloom.config.own import OWN_CHOICES, OwnName
@@ -22,9 +25,48 @@ _RENDER_DEADLINE_S = 600.0
 """Seconds for a few prompts, most of them for what is imported: no code of the user's runs."""
 
 
+class FirstPrompts:
+    """The first prompts, rendered beside all else, as their process imports for seconds. Use it as a context manager.
+
+    Args:
+        settings: of the run, which may not be planned yet.
+    """
+
+    def __init__(self, settings: TrainSettings | SftSettings | EvalSettings) -> None:
+        from meshloom.killable.pool import try_loading
+        from meshloom.prompts_worker import PromptsWorker, Rendering, can_render
+
+        self._dropped, self._thread = threading.Event(), ThreadPoolExecutor(1)
+        self._rendered: Future[Mapping[str, Any]] | None = None
+        if can_render(settings):
+            given = PromptsWorker, Rendering(settings), _RENDER_DEADLINE_S, self._dropped.is_set
+            self._rendered = self._thread.submit(try_loading, *given)
+
+    def problems(self, known: set[str]) -> Iterator[Problem]:
+        """What is wrong with them; nothing where it is known already.
+
+        Args:
+            known: settings that the plan refuses.
+        """
+        if self._rendered is None or any(path.startswith(("data", "model.path", "environment")) for path in known):
+            return
+        try:
+            self._rendered.result()
+        except UserError as error:
+            yield _problem("U005", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._dropped.set()
+        self._thread.shutdown()
+
+
 def tried(
     settings: TrainSettings | SftSettings | EvalSettings,
     problems: Sequence[Problem],
+    prompts: FirstPrompts,
     *,
     start_deadline_s: float = START_DEADLINE_S,
 ) -> Iterator[Problem]:
@@ -33,17 +75,18 @@ def tried(
     Args:
         settings: of the run.
         problems: that its plan has.
+        prompts: that are being rendered.
         start_deadline_s: seconds that a file of the user's may take to be imported.
     """
     known = {problem.where.partition(" ")[0] for problem in problems}
     if not isinstance(settings, EvalSettings):
         yield from _loggers(settings)
     if isinstance(settings, SftSettings):
-        yield from _prompts(settings, known)
+        yield from prompts.problems(known)
         return
     yield from _rewards(settings, known, start_deadline_s)
     of_environment = list(_environment(settings, known, start_deadline_s))
-    yield from of_environment or _prompts(settings, known)
+    yield from of_environment or prompts.problems(known)
     if isinstance(settings, TrainSettings):
         yield from _own_functions(settings, known, start_deadline_s)
 
@@ -118,19 +161,6 @@ def _environment(settings: TrainSettings | EvalSettings, known: set[str], deadli
             try_loading(EnvironmentWorker, worker_setup(settings.environment), deadline_s)
     except UserError as error:
         yield _problem("U003", error)
-
-
-def _prompts(settings: TrainSettings | SftSettings | EvalSettings, known: set[str]) -> Iterator[Problem]:
-    from meshloom.prompts_worker import PromptsWorker, Rendering, can_render
-
-    if any(path.startswith(("data", "model.path", "environment")) for path in known) or not can_render(settings):
-        return
-    from meshloom.killable.pool import try_loading
-
-    try:
-        try_loading(PromptsWorker, Rendering(settings), _RENDER_DEADLINE_S)
-    except UserError as error:
-        yield _problem("U005", error)
 
 
 def _own_functions(settings: TrainSettings, known: set[str], deadline_s: float) -> Iterator[Problem]:

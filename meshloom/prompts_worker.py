@@ -8,6 +8,7 @@ refused that the run would drop; torch is loaded there alone. The setup is the s
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def can_render(settings: AnySettings) -> bool:
     """Whether the tokenizer of a run is there."""
     folder = Path(settings.model.path)
     there = (folder / name for name in ("tokenizer.json", "tokenizer_config.json"))
-    return (folder / "config.json").is_file() and any(path.is_file() for path in there)
+    return isfile(folder / "config.json") and any(map(isfile, there))  # Path's own fails for names that are too long
 
 
 def serve(descriptor: int) -> None:

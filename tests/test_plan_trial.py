@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from meshloom.cli import main
@@ -20,7 +21,7 @@ from meshloom.loop.rewarding import open_rewards
 from meshloom.loop.run_inputs import RunInputs
 from meshloom.observe.loggers import check_loggers
 from meshloom.plan import build_plan, hardware_options
-from meshloom.plan_trial import tried
+from meshloom.plan_trial import FirstPrompts, tried
 from meshloom.prompts_worker import render_some
 from tests.lesson_runs import write_model
 from tests.test_plan_memory import make_folder
@@ -48,7 +49,8 @@ def settings(*overrides: str) -> TrainSettings:
 
 def problems(*overrides: str, **more: Any) -> list[Problem]:
     found = settings(*overrides)
-    return list(tried(found, build_plan(found, 1).problems, **more))
+    with FirstPrompts(found) as prompts:
+        return list(tried(found, build_plan(found, 1).problems, prompts, **more))
 
 
 def words(error: Problem | UserError) -> Told:
@@ -104,7 +106,7 @@ def test_a_function_that_the_plan_refuses_already_is_not_imported(folder: Path) 
     found = settings(FILE)
     plan = build_plan(found, 1)
     assert [problem.code for problem in plan.problems] == ["W004"]
-    assert not list(tried(found, plan.problems)) and not mark.exists()
+    assert not list(tried(found, plan.problems, FirstPrompts(found))) and not mark.exists()
 
 
 def test_a_function_that_can_be_called_is_called_with_nothing(folder: Path) -> None:
@@ -163,7 +165,8 @@ def test_the_command_shows_what_was_tried(folder: Path, capsys: pytest.CaptureFi
     assert [problem["code"] for problem in told["problems"]] == ["U002"]
     assert "D007" in [warning["code"] for warning in told["warnings"]]  # the model has no tokenizer
     evaluation = [text for text in given(FILE) if not text.startswith(("batch", "logging"))]
-    assert list(tried(load_settings(EvalSettings, None, evaluation), ()))
+    found = load_settings(EvalSettings, None, evaluation)
+    assert list(tried(found, (), FirstPrompts(found)))
 
 
 SYSTEM = {"role": "system", "content": "b"}
@@ -212,3 +215,12 @@ def test_prompts_that_a_run_drops_or_never_reads_are_not_refused(folder: Path, m
     with pytest.raises(UserError) as caught:
         render_some(settings(*given, "data.system_prompt=a", "data.train.files=[long.jsonl,bad.jsonl]"))
     assert caught.value.where == "bad.jsonl, row 0"
+
+
+def test_prompts_that_nobody_waits_for_are_dropped(model: Path) -> None:
+    """They are begun before the plan is made, which may refuse the run at once."""
+    found = settings("reward.function=exact_match", f"model.path={model}")
+    with FirstPrompts(found) as prompts:
+        assert not list(prompts.problems({"data.train"}))
+    assert not psutil.Process().children(recursive=True)
+    assert not list(FirstPrompts(settings(f"model.path={'m' * 300}")).problems(set()))

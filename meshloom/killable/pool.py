@@ -96,20 +96,26 @@ class Keeper(threading.Thread, ABC, Generic[WorkerT]):
             self._worker = None
 
 
-def try_loading(kind: type[Worker], spec: Any, deadline_s: float = START_DEADLINE_S) -> Mapping[str, Any]:
+def try_loading(
+    kind: type[Worker],
+    spec: Any,
+    deadline_s: float = START_DEADLINE_S,
+    abandoned: Callable[[], bool] = lambda: False,
+) -> Mapping[str, Any]:
     """Load in a process of its own what a pool's processes would load, and end it; what the process says of it.
 
     Args:
         kind: of process.
         spec: what it loads.
         deadline_s: seconds that this may take.
+        abandoned: asked meanwhile; once true, this ends as if the process had.
 
     Raises:
         UserError: if it cannot be loaded, in the words of a pool.
     """
     guardian = Guardian()
     try:
-        worker = kind(spec, guardian)
+        worker = kind(spec, guardian, abandoned)
         try:
             worker.load(deadline_s)
             return worker.about
