@@ -23,11 +23,12 @@ from meshloom.config.settings import EvalSettings, SftSettings, TrainSettings
 from meshloom.doctor_command import doctor_arguments, doctor_command
 from meshloom.given import KINDS, load_given, settings_arguments, verl_arguments
 from meshloom.launch_command import launch_arguments, launch_command
+from meshloom.loading import INTERRUPTED, loading
 from meshloom.output import ended_by, reader_has_gone, write_anything
 from meshloom.plan_command import plan_arguments, plan_command
 from meshloom.simulate_command import simulate_arguments, simulate_command
 
-DONE, FAULT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+DONE, FAULT, BAD_INPUT = 0, 1, 2
 
 _INTRODUCTION = """\
 Reinforcement-learning post-training for language models.
@@ -99,14 +100,16 @@ def _run_training(settings: TrainSettings, resume: bool) -> int:
 
     carried = carried_out(_arranged(with_launched_cluster(settings)))
     if carried.is_spread:
-        from meshloom.loop.many_devices import run_over_devices
+        with loading():
+            from meshloom.loop.many_devices import run_over_devices
 
         return run_over_devices(carried, resume=resume)
     settings = carried.settings
     from meshloom.train.ahead import CompileAhead
 
     with CompileAhead(settings) as ahead:
-        from meshloom.loop.train import run_training
+        with loading():
+            from meshloom.loop.train import run_training
 
         return run_training(settings, resume=resume, ahead=ahead)
 
@@ -136,7 +139,8 @@ def _rollout(args: argparse.Namespace) -> int:
     settings = load_given(TrainSettings, [*args.settings, f"run_dir={json.dumps(args.out)}"])
     if settings.rollout.from_samples is not None:
         raise UserError("samples of a file are not generated", where="rollout.from_samples", fix="leave it out")
-    from meshloom.loop.train import run_training
+    with loading():
+        from meshloom.loop.train import run_training
 
     return run_training(_arranged(with_launched_cluster(settings)), resume=False, only_rollout=True)
 
@@ -147,20 +151,23 @@ def _run_sft(settings: SftSettings, resume: bool) -> int:
 
     settings = with_launched_cluster(settings)
     if (layout := layout_of_sft(settings)) is not None:
-        from meshloom.loop.sft_devices import run_sft_over_devices
+        with loading():
+            from meshloom.loop.sft_devices import run_sft_over_devices
 
         return run_sft_over_devices(settings, layout, resume=resume)
     from meshloom.train.ahead import CompileAhead
 
     with CompileAhead(settings) as ahead:
-        from meshloom.loop.sft import run_sft
+        with loading():
+            from meshloom.loop.sft import run_sft
 
         return run_sft(settings, resume=resume, ahead=ahead)
 
 
 def _eval(args: argparse.Namespace) -> int:
     settings = load_given(EvalSettings, args.settings)
-    from meshloom.loop.evaluate import run_evaluation
+    with loading():
+        from meshloom.loop.evaluate import run_evaluation
 
     return run_evaluation(settings)
 
@@ -180,7 +187,8 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from meshloom.train.export import export_model
+    with loading():
+        from meshloom.train.export import export_model
 
     print(export_model(args.source, args.destination, merge=not args.adapter))
     return DONE
@@ -194,7 +202,8 @@ def _fetch_model(args: argparse.Namespace) -> int:
 
 
 def _quickstart(args: argparse.Namespace) -> int:
-    from meshloom.loop.quickstart import run_quickstart
+    with loading():
+        from meshloom.loop.quickstart import run_quickstart
 
     return run_quickstart(args.dir, args.seed, args.model)
 

@@ -190,6 +190,22 @@ def test_ctrl_c_ends_with_130(folder: Path) -> None:
     assert (process.returncode, errors) == (130, "stopped\n")
 
 
+def test_ctrl_c_ends_a_process_that_still_loads() -> None:
+    """Within an import of PyTorch the exception used to abort it: `terminate called after throwing …`."""
+    source = "import time\nfrom meshloom.loading import loading\nwith loading():\n    print(flush=True)\n    time.sleep(600)\n"
+    terminal, its_end = os.openpty()
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=its_end, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert os.read(terminal, 1000).split() == [b"loading", b"PyTorch", b"stopped"]
+    finally:
+        process.kill()
+        os.close(terminal)
+        os.close(its_end)
+
+
 def test_the_module_is_the_command() -> None:
     assert command("--version").stdout == f"meshloom {meshloom.__version__}\n"
     refused = command("train", "rum.yaml")

@@ -21,6 +21,7 @@ from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
 from meshloom.loop.build import build_actor, build_engine, decoder, sampling_params, texts_decoder
 from meshloom.loop.collect import Collector, packed
+from meshloom.loop.invalid_rewards import InvalidWatch
 from meshloom.loop.stage import Collected, Draw
 from meshloom.loop.step_metrics import SpreadWatch
 from meshloom.loop.train import run_training
@@ -93,7 +94,9 @@ def metrics(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
     return [record["metrics"] for record in read_metrics(run_dir) if record["kind"] == kind]
 
 
-def test_a_reward_that_fails_costs_its_own_samples_only(inputs: Path, tmp_path: Path) -> None:
+def test_a_reward_that_fails_costs_its_own_samples_only(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Samples whose reward raises, hangs, is NaN or dies are invalid with a reason; one that prints megabytes is not."""
     rows = [{"prompt": "1+1=", "answer": str(number)} for number in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -109,9 +112,12 @@ def test_a_reward_that_fails_costs_its_own_samples_only(inputs: Path, tmp_path: 
         "batch.prompts_per_update=8",
     ]
     assert run_training(train_settings(inputs, tmp_path / "run", *changes), resume=False) == 0
+    told = " ".join(capsys.readouterr().out.split())
     samples = read_samples(tmp_path / "run")
     assert len(samples) == 24
     reasons = {"0": "raised", "1": "deadline", "2": "not_a_number", "4": "died"}
+    for reason in reasons.values():
+        assert f"warning: 3 of 24 rewards are invalid, most often: {reason}: " in told
     for sample in samples:
         reason = reasons.get(sample["answer"])
         if reason is None:
@@ -128,6 +134,19 @@ def test_a_reward_that_fails_costs_its_own_samples_only(inputs: Path, tmp_path: 
     )
     valid = [sample["reward"] for sample in samples if sample["reward"] is not None]
     assert step["reward_mean"] == pytest.approx(sum(valid) / 12)
+
+
+def test_why_rewards_are_invalid_is_told_once_and_in_a_line() -> None:
+    told: list[str] = []
+    watch = InvalidWatch(told.append)
+    watch.look([None, "raised: f: a\n\x1b[2Jb", None])
+    watch.look(["raised: g", "deadline: no result", "deadline: no result", "deadline: late"])
+    watch.look([f"died: {'x' * 1000}"])
+    assert told[:2] == [
+        "warning: 1 of 3 rewards are invalid, most often: raised: f: a [2Jb",
+        "warning: 3 of 4 rewards are invalid, most often: deadline: no result",
+    ]
+    assert len(told) == 3 and len(told[2]) < 400
 
 
 def test_invalid_samples_are_not_in_the_denominators(inputs: Path, tmp_path: Path) -> None:

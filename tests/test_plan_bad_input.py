@@ -334,6 +334,12 @@ def test_a_name_of_the_hub_is_told_how_it_becomes_a_folder(planned: Plan) -> Non
     assert "hf download Qwen/Qwen2.5-7B-Instruct --local-dir Qwen/Qwen2.5-7B-Instruct" in " ".join(answer.split())
 
 
+def test_a_path_into_a_folder_that_is_there_is_no_name_of_the_hub(planned: Plan) -> None:
+    Path("kept/base").mkdir(parents=True)
+    answer = " ".join(planned("plan", "--kind", "train", *BASE, "model.path=kept/Qwen2.5-7B", code=2).split())
+    assert "kept has the folders base" in answer and "hf download" not in answer
+
+
 @pytest.mark.parametrize("content", WEIGHTS)
 def test_weights_that_are_damaged(planned: Plan, content: bytes) -> None:
     Path("m/model.safetensors").write_bytes(content)

@@ -295,6 +295,7 @@ def test_a_column_that_not_all_rows_have_is_refused_before_the_first_sample(file
         raise AssertionError("the run began")
     assert "takes 'solution', and not all rows have such a column" in error.value.what
     assert "solutions, answer" in error.value.why
+    assert "the name of its column" in error.value.fix
     with open_rewards(settings, RowNames(columns=frozenset({"solution"})), None, None) as scorer:
         assert scorer.takes_groups
 

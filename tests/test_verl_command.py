@@ -252,7 +252,8 @@ def test_a_file_of_fine_tuning_alone_is_one(tmp_path: Path) -> None:
 def test_other_programs_are_refused_by_name() -> None:
     for module, said in (("verl.trainer.main_eval", "meshloom eval"), ("recipe.prime.main_prime", "programs that")):
         assert said in translate(["python3", "-m", module, GRPO]).refused[module]
-    assert '"$(cat run.sh)"' in translate(["bash", "run.sh"]).refused["run.sh"]
+    for script in ("run.sh", "verl.sh", "recipe.dapo.sh"):
+        assert f'"$(cat {script})"' in translate(["bash", script]).refused[script]
     assert (
         "model_engine" in translate([GRPO, "actor@actor_rollout_ref.actor=x"]).refused["actor@actor_rollout_ref.actor"]
     )

@@ -17,7 +17,7 @@ from meshloom.loop.component_watch import ComponentWatch, component_metrics
 from meshloom.loop.correction import rejection_metrics
 from meshloom.loop.frozen_weights import frozen_digests
 from meshloom.loop.groups import cut_of
-from meshloom.loop.invalid_rewards import check_rewards, refuse_invalid
+from meshloom.loop.invalid_rewards import InvalidWatch, check_rewards, refuse_invalid
 from meshloom.loop.kl_control import KlWeight
 from meshloom.loop.model_verbs import Model, ReferencePolicy
 from meshloom.loop.printed import PrintedWatch
@@ -32,6 +32,7 @@ from meshloom.loop.value_objective import value_metrics
 from meshloom.plan.reference import refreshes
 from meshloom.plan.residency import Phase
 from meshloom.samples import Samples, concat
+from meshloom.samples.episodes import joined
 from meshloom.train.snapshot import ModelSnapshot, ModelSnapshots
 
 
@@ -74,6 +75,7 @@ class StageFrame:
                 if found is not None:
                     found.enter = self.enter
         self.components = ComponentWatch(component_names(self.settings.reward), self.session.display.notice)
+        self.invalid = InvalidWatch(self.session.display.notice)
         self.printed = PrintedWatch(self.session.display.notice)
         self.short = ShortWatch(self.settings, self.session.display.notice)
         self.kl_weight = KlWeight.of(self.settings.algorithm)
@@ -105,7 +107,8 @@ class StageFrame:
         """
         self.components.look(batch)
         scored, self.scored = self.scored or [batch], []
-        check_rewards(concat(scored), self.settings)
+        check_rewards(judged := concat(scored), self.settings)
+        self.invalid.look(joined(judged).meta["invalid"])
         self.spread.look(batch)
 
     def report(self, done: StepDone[Samples, Lesson]) -> None:
@@ -158,6 +161,7 @@ class StageFrame:
         self.printed.look(record.get("printed", "") for record in found.records)
         if step == 0:  # nothing is learned yet: what fails here would fail in each step
             refuse_invalid(found.invalid, self.settings, "the first validation")
+        self.invalid.look(found.invalid)
         return found.metrics.get("accuracy")
 
     def save(self, progress: Progress, waiting: Sequence[Group[Samples]], score: float | None) -> None:

@@ -208,7 +208,10 @@ def _read_model_folder(path: Path, where: str, *, needs_weights: bool) -> ModelF
         folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, folders, n=4, cutoff=0.4)
         fix = f"folders nearby: {', '.join(near)}" if near else _LOCAL
-        if not near and _HUB_NAME.fullmatch(str(path)):
+        if not near and folders:
+            fix = f"{path.parent} has the folders {', '.join(sorted(folders)[:6])}; {_LOCAL}"
+        # A folder of that name in front says that a path was meant, and no name of the hub.
+        elif not near and _HUB_NAME.fullmatch(str(path)) and not path.parent.is_dir():
             fix = f"nothing is downloaded here: hf download {path} --local-dir {path}, then the same path is a folder"
         why = "" if path.is_absolute() else f"paths are relative to the current directory, {Path.cwd()}"
         raise UserError(f"there is no model folder {path}", where=where, why=why, fix=fix)

@@ -76,7 +76,7 @@ def require_columns(spec: FunctionSpec, needed: Sequence[str], there: Collection
             f"the reward function {spec.name!r} takes {missing[0]!r}, and not all rows have such a column",
             where=f"reward.function: {spec}",
             why=f"the columns of all rows are: {', '.join(nearest_first(missing[0], sorted(there))) or 'none'}",
-            fix=f"call it as its column, give it a default, or set data.answer_column={missing[0]} if it is the answer",
+            fix="give the parameter the name of its column, or the column that of the parameter, or give it a default",
         )
 
 

@@ -171,7 +171,7 @@ def _program_ends(words: Sequence[str]) -> int:
         if word == "-m" and place + 1 < len(words) and "=" not in words[place + 1]:
             if "." in words[place + 1]:
                 return place + 2
-        elif _PROGRAM.fullmatch(word):
+        elif _PROGRAM.fullmatch(word) and not word.endswith(".sh"):  # a script may be called verl.sh
             return place + 1
     return 0
 
