@@ -207,7 +207,7 @@ FORMS = ["score(request, **kwargs)", "solution_str, ground_truth"]
         ("def scores(request): ...\ndef other(): ...", {}, ["no function 'score'", "scores, other"]),
         ("import math\nx = 1", {}, ["no function 'score'", "defines no function"]),
         ("score = 3", {}, ["no function 'score'"]),
-        ("def score(prompts, answers): ...", {}, ["(prompts, answers)", "reward.form", *FORMS]),
+        ("def score(prompts, answers): ...", {}, ["(prompts, answers)", "reward.form=request", *FORMS]),
         ("def score(*args, **kwargs): ...", {}, ["(*args, **kwargs)", "reward.form", *FORMS]),
         ("def score(completions, solution_str): ...", {}, ["in 2 ways", "reward.form=verl or reward.form=trl"]),
         ("def score(request, completions): ...", {}, ["in 2 ways", "reward.form=request or reward.form=trl"]),

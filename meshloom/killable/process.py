@@ -228,6 +228,11 @@ class Worker:
             pass
         raise WorkerDied(f"{self.called} wrote into the channel of its process")
 
+    def read_output(self) -> None:
+        """Read what it prints while nothing is asked of it: what calls left running, such as a server, must not stand still."""
+        if self._output:
+            self._output.drain()
+
     def printed(self) -> str:
         """What the first call printed that was not asked for yet; empty where nothing is kept. Of a process that was killed,
         what it had printed by then."""

@@ -242,6 +242,6 @@ def _wrong_signature(spec: "FunctionSpec", why: str) -> UserError:
         f"the reward function {spec.name!r} cannot be called",
         where=f"reward.function: {spec}, with reward.kwargs: {sorted(spec.kwargs) or 'none'}",
         why=why,
-        fix=f"write it as {', '.join(others)}, or {last}; kwargs are those of reward.kwargs. A function whose parameters have "
-        f"other names is called as reward.form says: {', '.join(RewardForm)}",
+        fix=f"write it as {', '.join(others)}, or {last}; kwargs are those of reward.kwargs. Where only the name of request is "
+        f"another, set reward.form=request; where it takes **kwargs alone, one of {', '.join(RewardForm)}",
     )

@@ -26,6 +26,8 @@ from meshloom.rewards.outcome import InvalidReason, Reward
 _MAX_BATCH = 64
 _BATCH_S = 0.004
 """A batch holds about as much work as this: cheap calls share a message, slow ones go one by one."""
+_IDLE_S = 0.2
+"""How often what a worker prints is read while it is asked nothing."""
 _MAX_LEFTOVERS = 16
 """A worker in which functions left more threads, processes and tasks than this is replaced."""
 
@@ -84,11 +86,11 @@ class TaskQueue:
             if self.closed:
                 self._end_all(CancelledError())
 
-    def take(self, most: int) -> list[Task]:
-        """Wait for calls and take up to ``most``; none once the queue is closed."""
+    def take(self, most: int, wait_s: float | None = None) -> list[Task]:
+        """Wait for calls and take up to ``most``; none if none came in this time, or the queue is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._tasks or self.closed)
-            if self.closed:
+            self._changed.wait_for(lambda: self._tasks or self.closed, wait_s)
+            if self.closed or not self._tasks:
                 return []
             taken = [self._tasks.popleft()]
             share = min(most, math.ceil((len(self._tasks) + 1) / self._num_takers))
@@ -155,8 +157,13 @@ class RewardKeeper(Keeper[RewardWorker]):
         self._queue, self._deadline_s, self._cost_s = queue, deadline_s, _BATCH_S
 
     def work(self) -> None:
-        while tasks := self._queue.take(max(1, min(_MAX_BATCH, int(_BATCH_S / self._cost_s)))):
-            self._serve(tasks)
+        while not self._queue.closed:
+            most = max(1, min(_MAX_BATCH, int(_BATCH_S / self._cost_s)))
+            reads = self._worker is not None and self._worker.keeps_output
+            if tasks := self._queue.take(most, _IDLE_S if reads else None):
+                self._serve(tasks)
+            elif self._worker is not None:
+                self._worker.read_output()
 
     def _serve(self, tasks: list[Task]) -> None:
         """Score a batch, or as much of it as the worker survives."""
