@@ -26,10 +26,10 @@ from rich.console import Console
 from torch import Tensor
 
 from meshloom.config.settings import DataSettings, ModelSettings, RolloutSettings, SourceSettings
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.loop.build import build_actor, build_engine
 from meshloom.rollout.protocol import Completion, Request, SamplingParams
 from meshloom.samples import Samples
-from meshloom.train.load import load_tokenizer
 from meshloom.train.model import MicrobatchBound, TrainedModel
 
 SAMPLES_PER_PROMPT = 2

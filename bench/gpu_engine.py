@@ -41,10 +41,10 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from meshloom.config.settings import DataSettings, ModelSettings, RolloutSettings, SourceSettings
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.loop.build import build_actor, build_engine
 from meshloom.rollout.protocol import Request, SamplingParams
 from meshloom.train.head import plain_model
-from meshloom.train.load import load_tokenizer
 from meshloom.train.model import MicrobatchBound
 
 

@@ -78,12 +78,11 @@ def render_some(settings: AnySettings) -> None:
     Raises:
         UserError: as the run would.
     """
-    from meshloom.loop.build import require_tokens
+    from meshloom.data.tokenizer import load_tokenizer, require_tokens
     from meshloom.loop.environments import run_prompts
     from meshloom.plan.model_folder import read_model_folder
-    from meshloom.train.load import load_tokenizer
 
-    tokenizer = load_tokenizer(settings.model.path)
+    tokenizer = load_tokenizer(settings.model.path, needs_weights=False)
     prompts = None if isinstance(settings, SftSettings) else run_prompts(settings, tokenizer)
     tokens = read_model_folder(Path(settings.model.path), needs_weights=False).text_config.get("vocab_size")
     for place, source in sources_of(settings):

@@ -9,9 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from meshloom.config.errors import UserError
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.train.attention import PackedAttention
 from meshloom.train.fetch import MODELS, _join, fetch_model
-from meshloom.train.load import end_token_ids, load_model, load_tokenizer
+from meshloom.train.load import end_token_ids, load_model
 
 TEXTS = (
     "Hello world",

@@ -19,6 +19,7 @@ from meshloom.cli import main
 from meshloom.config.names import Advantage, PolicyLoss
 from meshloom.data.prompts import render_prompts
 from meshloom.data.sources import load_rows
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.loop.build import build_actor, build_engine, decoder, sampling_params, texts_decoder
 from meshloom.loop.collect import Collector, packed
 from meshloom.loop.invalid_rewards import InvalidWatch
@@ -31,7 +32,6 @@ from meshloom.observe.timing import PhaseClock
 from meshloom.rewards.pool import RewardPool
 from meshloom.rollout.protocol import Completion, FinishReason
 from meshloom.samples import Samples
-from meshloom.train.load import load_tokenizer
 from meshloom.train.model import MicrobatchBound
 from tests.lesson_runs import (
     assert_same_run,

@@ -8,10 +8,10 @@ import torch
 
 from meshloom.config.load import load_settings
 from meshloom.config.settings import TrainSettings
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.loop.build import build_actor
 from meshloom.plan import Plan, build_plan
 from meshloom.samples import Samples
-from meshloom.train.load import load_tokenizer
 from meshloom.train.model import MicrobatchBound, TrainedModel
 from meshloom.train.snapshot import ModelSnapshot, snapshot_bytes
 from tests.lesson_runs import write_model

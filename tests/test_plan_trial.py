@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -215,6 +216,12 @@ def test_prompts_that_a_run_drops_or_never_reads_are_not_refused(folder: Path, m
     with pytest.raises(UserError) as caught:
         render_some(settings(*given, "data.system_prompt=a", "data.train.files=[long.jsonl,bad.jsonl]"))
     assert caught.value.where == "bad.jsonl, row 0"
+
+
+def test_prompts_are_rendered_for_a_model_whose_weights_are_not_there_yet(folder: Path, model: Path) -> None:
+    """The plan goes by config.json alone, and was refused for the weights once the tokenizer lay beside it."""
+    bare = shutil.copytree(model, folder / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    render_some(settings("reward.function=exact_match", f"model.path={bare}"))
 
 
 def test_prompts_that_nobody_waits_for_are_dropped(model: Path) -> None:

@@ -13,6 +13,7 @@ from meshloom.config.load import dump_yaml, explain, load_settings
 from meshloom.config.resume import contradictions
 from meshloom.config.settings import TrainSettings
 from meshloom.data.rows import RowNames
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.loop.component_watch import ComponentWatch, by_component, component_metrics
 from meshloom.loop.rewarding import open_rewards
 from meshloom.loop.train import run_training
@@ -21,7 +22,6 @@ from meshloom.plan.build import build_plan
 from meshloom.rewards.combined import Combination, Component, combine
 from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
 from meshloom.samples import Samples
-from meshloom.train.load import load_tokenizer
 from tests.lesson_runs import train_settings, write_inputs
 
 HARSH = """\

@@ -18,12 +18,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from meshloom.config.errors import UserError
 from meshloom.config.reward_settings import RewardModelSettings
 from meshloom.config.settings import TrainSettings
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.loop.reward_models import ModelScorer
 from meshloom.loop.train import run_training
 from meshloom.plan.build import build_plan
 from meshloom.rewards.model import RewardModels, batches, open_reader, reward_of, scores
 from meshloom.rewards.outcome import InvalidReason, RewardRequest
-from meshloom.train.load import load_tokenizer
 from tests.lesson_runs import train_settings, write_inputs, write_reward_model
 from tests.models import tiny_reward_model
 

@@ -29,6 +29,7 @@ from meshloom.config.settings import (
 )
 from meshloom.data.prompts import end_of_turn
 from meshloom.data.rows import Prompt
+from meshloom.data.tokenizer import require_tokens
 from meshloom.loop.begun import BEGINS_ANEW
 from meshloom.loop.collect import Collector
 from meshloom.loop.environments import RunPrompts, collector_of
@@ -292,20 +293,6 @@ def require_vocabulary(model: TrainedModel, samples: Iterable[Sequence[int]], se
 def token_rows(model: TrainedModel) -> int:
     """Tokens that a model has."""
     return len(plain_model(model.module).get_input_embeddings().weight)
-
-
-def require_tokens(rows: int, samples: Iterable[Sequence[int]], setting: str = "model.path") -> None:
-    """The same for a model of so many tokens that is somewhere else.
-
-    Raises:
-        UserError: as ``require_vocabulary``.
-    """
-    if (highest := max(map(max, samples))) >= rows:
-        raise UserError(
-            f"the tokenizer gives token {highest}, the model has {rows} tokens, counted from 0",
-            where=setting,
-            fix="use the tokenizer the model was made with, or resize the model's embeddings",
-        )
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:

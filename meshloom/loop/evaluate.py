@@ -14,6 +14,7 @@ from rich.console import Console
 from meshloom.config.errors import UserError
 from meshloom.config.settings import EvalSettings
 from meshloom.data.rows import RowNames
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.loop.build import build_actor, build_engine, build_validator, check_engine, require_vocabulary
 from meshloom.loop.environments import run_prompts
 from meshloom.loop.invalid_rewards import refuse_invalid
@@ -28,7 +29,7 @@ from meshloom.observe.run_folder import RunFolder, RunState, check_free
 from meshloom.observe.timing import PhaseClock, peak_memory
 from meshloom.plan.build import build_plan
 from meshloom.plan.report import plan_json, plan_text
-from meshloom.train.load import check_model_folder, load_tokenizer, pick_device
+from meshloom.train.load import check_model_folder, pick_device
 from meshloom.train.model import MicrobatchBound
 
 

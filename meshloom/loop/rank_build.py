@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshloom.config.reward_settings import reward_models
 from meshloom.config.settings import SftSettings, TrainSettings
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.fabric.seats import Seat
 from meshloom.loop.build import decoder, set_end_tokens
 from meshloom.loop.critic_role import critic_on_mesh
@@ -29,7 +30,6 @@ from meshloom.rewards.model import RewardModels
 from meshloom.rollout.embedded import embedded_engine
 from meshloom.rollout.protocol import ReplicaEngine
 from meshloom.train.build_on_mesh import build_model
-from meshloom.train.load import load_tokenizer
 from meshloom.train.mesh import TrainMesh, mesh_of_plan
 from meshloom.train.mesh_model import MeshModel
 from meshloom.train.mesh_snapshot import restore_on_mesh

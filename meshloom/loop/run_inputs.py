@@ -14,7 +14,8 @@ from meshloom.algorithms.own_checks import check_own
 from meshloom.config.settings import TrainSettings
 from meshloom.data.order import PromptOrder
 from meshloom.data.rows import Prompt, RowNames
-from meshloom.loop.build import find_checkpoint, finish_plan, load_prompts, require_tokens, texts_decoder
+from meshloom.data.tokenizer import load_tokenizer, require_tokens
+from meshloom.loop.build import find_checkpoint, finish_plan, load_prompts, texts_decoder
 from meshloom.loop.critic_role import critic_model_settings
 from meshloom.loop.environments import RunPrompts, run_prompts, unseen_tools
 from meshloom.loop.saved_samples import SavedSamples, read_saved
@@ -23,7 +24,7 @@ from meshloom.observe.loggers import check_loggers
 from meshloom.observe.run_folder import check_free
 from meshloom.plan.build import Plan
 from meshloom.plan.placement import has_critic
-from meshloom.train.load import check_model_folder, load_tokenizer
+from meshloom.train.load import check_model_folder
 
 
 @dataclass(frozen=True, kw_only=True)

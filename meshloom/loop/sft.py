@@ -13,6 +13,7 @@ from torch import Tensor
 from meshloom.algorithms.reduce import Denominators, denominators, reduce
 from meshloom.config.settings import SftSettings
 from meshloom.data.order import PromptOrder
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.loop.begun import takes_up
 from meshloom.loop.build import (
     build_actor,
@@ -34,7 +35,7 @@ from meshloom.plan.residency import Phase
 from meshloom.plan.stays import sft_stays
 from meshloom.samples import Samples
 from meshloom.train.ahead import CompileAhead
-from meshloom.train.load import check_model_folder, free_memory, load_tokenizer, pick_device
+from meshloom.train.load import check_model_folder, free_memory, pick_device
 from meshloom.train.model import LossParts, MicrobatchBound, TrainedModel
 from meshloom.train.snapshot import ModelSnapshot, restore
 

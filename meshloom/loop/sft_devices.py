@@ -11,11 +11,12 @@ import torch
 
 from meshloom.config.settings import SftSettings
 from meshloom.data.order import PromptOrder
+from meshloom.data.tokenizer import load_tokenizer, require_tokens
 from meshloom.fabric.dispatch import GroupLayout
 from meshloom.fabric.groups import WorkerGroup
 from meshloom.fabric.workers import Workers
 from meshloom.loop.begun import takes_up
-from meshloom.loop.build import find_checkpoint, finish_plan, open_run, require_tokens
+from meshloom.loop.build import find_checkpoint, finish_plan, open_run
 from meshloom.loop.facts import least_free_bytes
 from meshloom.loop.many_devices import ASK_S, BUILD_S, DATA_AXES
 from meshloom.loop.model_role import RemoteModel, RoleRanks
@@ -31,7 +32,7 @@ from meshloom.observe.run_folder import check_free
 from meshloom.plan.build import build_plan
 from meshloom.plan.layout import Layout
 from meshloom.plan.placement import Role
-from meshloom.train.load import check_model_folder, load_tokenizer
+from meshloom.train.load import check_model_folder
 
 _HOST = "meshloom.loop.sft_host:SftHost"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from meshloom.config.settings import SftSettings
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.fabric.verbs import verb
 from meshloom.loop.rank_build import new_actor_on_mesh, role_mesh
 from meshloom.loop.residents import Residents, check_room, folder_of
@@ -15,7 +16,6 @@ from meshloom.loop.worker_host import WorkerHost
 from meshloom.plan.layout import Layout
 from meshloom.plan.placement import Role
 from meshloom.plan.stays import sft_stays
-from meshloom.train.load import load_tokenizer
 from meshloom.train.mesh_snapshot import restore_on_mesh
 
 

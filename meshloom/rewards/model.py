@@ -12,12 +12,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from meshloom.config.errors import UserError
 from meshloom.config.reward_settings import RewardModelSettings
@@ -25,6 +25,9 @@ from meshloom.data.prompts import with_one_begin
 from meshloom.data.tokenizer_checks import check_tokenizer
 from meshloom.plan.reward_checks import read_reward_folder
 from meshloom.rewards.outcome import InvalidReason, Reward, RewardRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -121,7 +124,7 @@ def open_reader(name: str, settings: RewardModelSettings, policy: PreTrainedToke
     )
 
 
-def load_reward_model(settings: RewardModelSettings, device: torch.device, where: str) -> PreTrainedModel:
+def load_reward_model(settings: RewardModelSettings, device: torch.device, where: str) -> "PreTrainedModel":
     """A reward model on a device, frozen.
 
     Args:
@@ -132,6 +135,8 @@ def load_reward_model(settings: RewardModelSettings, device: torch.device, where
     Raises:
         UserError: if the folder cannot be loaded, or weights are missing from it.
     """
+    from transformers import AutoModelForSequenceClassification  # seconds, which a plan does not need
+
     folder = read_reward_folder(settings.path, where)
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
@@ -169,7 +174,7 @@ def batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[list[int]
 
 
 @torch.no_grad()
-def scores(model: PreTrainedModel, inputs: Sequence[Sequence[int]], tokens_per_batch: int) -> list[float]:
+def scores(model: "PreTrainedModel", inputs: Sequence[Sequence[int]], tokens_per_batch: int) -> list[float]:
     """The model's output for each input.
 
     Args:
@@ -185,7 +190,7 @@ def scores(model: PreTrainedModel, inputs: Sequence[Sequence[int]], tokens_per_b
     return found
 
 
-def _forward(model: PreTrainedModel, inputs: Sequence[Sequence[int]]) -> Tensor:
+def _forward(model: "PreTrainedModel", inputs: Sequence[Sequence[int]]) -> Tensor:
     """Outputs [B] of a batch, the longest input first."""
     config = model.config.get_text_config()
     own, longest = config.pad_token_id, len(inputs[0])

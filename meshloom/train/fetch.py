@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from meshloom.config.errors import UserError
+from meshloom.data.tokenizer import load_tokenizer
 from meshloom.observe.atomic import give_usual_modes
 from meshloom.train.gguf_tokenizer import read_gguf_tokenizer
-from meshloom.train.load import load_tokenizer
 
 _DOWNLOAD_DEADLINE_S = 3600.0
 

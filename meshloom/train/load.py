@@ -1,4 +1,4 @@
-"""Loading a Hugging Face folder: model, tokenizer, adapters.
+"""Loading a Hugging Face folder: model, adapters.
 
 Owns: what a usable folder is, and the errors when it is not one. Refuses to know: what the model is used for. Always
 holds: weights come from safetensors only; nothing is fetched; no code of the folder runs.
@@ -8,12 +8,11 @@ import warnings
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from meshloom.config.errors import UserError
 from meshloom.config.settings import LoraSettings
-from meshloom.data.tokenizer_checks import check_tokenizer
 from meshloom.plan.model_folder import read_model_folder
 from meshloom.plan.scalar_head import SCORE
 from meshloom.train.attention import use_layouts
@@ -79,31 +78,6 @@ def check_model_folder(path: str | Path, setting: str = "model.path") -> Path:
     folder = Path(path)
     read_model_folder(folder, setting=setting)
     return folder
-
-
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer.
-
-    Raises:
-        UserError: if there is none, it has no end token, or it cuts what are tokens (``check_tokenizer``).
-    """
-    folder = check_model_folder(path)
-    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
-        raise UserError(
-            f"{folder} has no tokenizer", where="model.path", fix="copy tokenizer.json and tokenizer_config.json there"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the tokenizer in {folder} cannot be loaded: {error}", where="model.path") from error
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"the tokenizer in {folder} has no end token",
-            where="model.path",
-            fix="set eos_token in tokenizer_config.json",
-        )
-    check_tokenizer(tokenizer, f"model.path ({folder})")
-    return tokenizer
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
