@@ -102,13 +102,12 @@ def require_none_named(text: str, found: Found, names: re.Pattern[str]) -> list[
     what = f"line {number} names {named[0] if named else line.strip()}, and the text does not start it"
     why = "it stands in a comment, in a text, in $(…), behind the end of the script, or in a branch that is not taken"
     fix = f"give the launch as a command of its own: {_FORM}"
-    if found.end:
-        why = f"line {found.end} ends the text before, by what its variables are"
+    starts = [name for name, body in found.uncalled.items() if names.search(body.inside)]
+    behind = text.splitlines()[found.end :] if found.end else []
+    if any(names.search(line) or not {*starts}.isdisjoint(line.split()) for line in behind):
+        why = f"line {found.end} ends the text before"
         fix = "give each variable that it asks for a line of its own in front, NAME=…, or give the launch alone"
-    for name, body in found.uncalled.items():
-        if names.search(body.inside):
-            why, fix = (
-                f"the function {name} starts it, and nothing calls {name}",
-                f"add a line {name}, with its arguments",
-            )
+    elif starts:
+        why = f"the function {starts[-1]} starts it, and nothing calls {starts[-1]}"
+        fix = f"add a line {starts[-1]}, with its arguments"
     raise UserError(what, where="the verl command", why=why, fix=fix)

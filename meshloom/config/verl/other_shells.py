@@ -41,8 +41,8 @@ class ShellText:
 
 
 def program(word: str) -> str:
-    """The name of a program, wherever it lies."""
-    return word.rpartition("/")[2]
+    """The name of a program, wherever it lies; empty for an override, whose value may end with one."""
+    return "" if "=" in word else word.rpartition("/")[2]
 
 
 def given_to_shell(words: Sequence[str]) -> Iterator[ShellText]:

@@ -80,7 +80,7 @@ class _Reader:
         self.is_sure = True
         self.last: bool | None = True
         self.ended = self.exited = self.is_fed = self.is_aside = self.passes_on = False
-        self.locals: list[dict[str, Scope]] = []
+        self.locals: list[tuple[str, dict[str, Scope]]] = []
 
     def read(self, text: str, line: int = 1) -> None:
         before = self.line
@@ -190,10 +190,8 @@ class _Reader:
 
     def _while(self, rest: str, *, is_until: bool) -> None:
         """A loop that goes on as long as its condition holds; one over arguments has none, as a text is given without any."""
-        reads_arguments = self.scope.arguments is None and (
-            re.search(r"\$#|\$\{#\}", rest) or rest.startswith("getopts")
-        )
-        self._enter(Frame("loop", True, bool(reads_arguments), in_condition=True, is_until=is_until))
+        reads_arguments = self.scope.arguments is None and re.search(r"\$#|\$\{#\}|^getopts", rest) is not None
+        self._enter(Frame("loop", True, reads_arguments, in_condition=True, is_until=is_until))
         self._condition("\n", rest)
 
     def _case(self, rest: str) -> None:
@@ -365,12 +363,14 @@ class _Reader:
         """A function, with its arguments, none if they are not known; what it calls local ends with it."""
         body = self.names.functions[name]
         self.found.uncalled.pop(name, None)
+        if [called for called, _ in self.locals].count(name) > 1:
+            return  # what calls itself several times would be followed for minutes
         before, self.scope.arguments = self.scope.arguments, arguments
-        self.locals.append({})
+        self.locals.append((name, {}))
         scope = self.scope.copy() if body.is_subshell else self.scope
         self._within(scope, body.inside, body.line, is_own=body.is_subshell, is_call=True)
         self.ended = self.exited
-        for local, kept in self.locals.pop().items():
+        for local, kept in self.locals.pop()[1].items():
             self.scope.take(local, kept)
         self.scope.arguments = before
 
@@ -380,7 +380,7 @@ class _Reader:
             self.scope.exported.update(names)
         elif word in ("local", "declare", "typeset") and self.locals:
             for name in names:
-                self.locals[-1].setdefault(name, self.scope.copy())
+                self.locals[-1][1].setdefault(name, self.scope.copy())
 
     def _set(self, match: re.Match[str]) -> None:
         name, adds, value = match[1], match[2], match[3]
