@@ -52,11 +52,11 @@ def thread(text):
     threading.Thread(target=on, daemon=True).start()
     return 1
 
-def megabyte(text):
+def later(text):
     """Prints once it is answered, and then makes a file."""
     def on():
         time.sleep(0.5)
-        for _ in range(100):
+        for _ in range(30):
             os.write(1, b"y" * 10_000)
         open(text, "w").close()
     threading.Thread(target=on, daemon=True).start()
@@ -92,7 +92,7 @@ ACTIONS = {
     "exit": lambda _: print("going to exit") or os._exit(2),
     "raise": lambda _: print("going to raise") or {}["x"],
     "thread": thread,
-    "megabyte": megabyte,
+    "later": later,
     "elsewhere": elsewhere,
     "closed": closed,
     "replaced": replaced,
@@ -171,7 +171,7 @@ def test_output_of_a_thread_that_was_left_behind_breaks_nothing(functions: str) 
 def test_what_a_call_leaves_running_prints_on_while_nothing_is_asked(functions: str, tmp_path: Path) -> None:
     """A server that a function had started stood still between two steps, once it had filled the pipe."""
     with RewardPool(RewardSettings(function=functions, workers=1, deadline_s=20)) as pool:
-        pool.score([ask(f"megabyte:{tmp_path / 'done'}")])
+        pool.score([ask(f"later:{tmp_path / 'done'}")])
         until = time.monotonic() + 60
         while not (tmp_path / "done").exists():
             assert time.monotonic() < until

@@ -26,7 +26,7 @@ from meshloom.rewards.outcome import InvalidReason, Reward
 _MAX_BATCH = 64
 _BATCH_S = 0.004
 """A batch holds about as much work as this: cheap calls share a message, slow ones go one by one."""
-_IDLE_S = 0.2
+_IDLE_S = 0.5
 """How often what a worker prints is read while it is asked nothing."""
 _MAX_LEFTOVERS = 16
 """A worker in which functions left more threads, processes and tasks than this is replaced."""
