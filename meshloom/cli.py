@@ -58,9 +58,10 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are told like every other bad input."""
 
     def error(self, message: str) -> NoReturn:
-        dashed = message.startswith("unrecognized arguments: --") and "=" in message
+        dashed = message.startswith("unrecognized arguments: --")
         usage = " ".join(self.format_usage().split())
-        raise UserError(message, fix="overrides have the form a.b=c, without dashes" if dashed else usage)
+        form = "overrides have the form a.b=c, without dashes"
+        raise UserError(message, fix=usage if not dashed else form if "=" in message else f"{form}; {usage}")
 
 
 Run = Callable[[argparse.Namespace], int]

@@ -81,6 +81,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["train"], "the following arguments are required"),
         (["train", "run.yaml", "--resum"], "unrecognized arguments: --resum"),
         (["train", "run.yaml", "--optimizer.lr=1"], "overrides have the form a.b=c, without dashes"),
+        (["train", "run.yaml", "--steps", "3"], "overrides have the form a.b=c, without dashes; usage: meshloom train"),
         (["train", "run.yaml", "other.yaml"], "more than one settings file: run.yaml, other.yaml"),
         (["train", "rum.yaml"], "files nearby: run.yaml"),
         (["train", "run.yaml", "lr=1"], "did you mean optimizer.lr or critic.optimizer.lr?"),

@@ -334,6 +334,13 @@ def test_a_name_of_the_hub_is_told_how_it_becomes_a_folder(planned: Plan) -> Non
     assert "hf download Qwen/Qwen2.5-7B-Instruct --local-dir Qwen/Qwen2.5-7B-Instruct" in " ".join(answer.split())
 
 
+def test_of_a_file_without_rows_nothing_is_said_but_that(planned: Plan) -> None:
+    """It also advised a step of 0 prompts."""
+    Path("none.jsonl").write_text("")
+    answer = planned("plan", "--kind", "train", *BASE, "data.train={files: [none.jsonl]}", code=2)
+    assert "the data file is empty" in answer and "prompts repeat" not in answer
+
+
 def test_a_path_into_a_folder_that_is_there_is_no_name_of_the_hub(planned: Plan) -> None:
     Path("kept/base").mkdir(parents=True)
     answer = " ".join(planned("plan", "--kind", "train", *BASE, "model.path=kept/Qwen2.5-7B", code=2).split())

@@ -260,7 +260,7 @@ def _check_train_batch(found: Findings, settings: TrainSettings, num_prompts: in
             fix=", or ".join(f"{path}={_either(near)}" for path, near in values.items()),
             suggestions=tuple((f"{path}={value}",) for path, near in values.items() for value in near),
         )
-    if num_prompts is not None and num_prompts < step:
+    if num_prompts is not None and 0 < num_prompts < step:
         found.warn(
             "B003",
             "batch.prompts_per_step",
