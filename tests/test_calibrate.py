@@ -277,7 +277,8 @@ def test_a_wrong_file_of_constants_is_told(tmp_path: Path, text: str, words: str
 def codes(capsys: pytest.CaptureFixture[str], *more: str) -> list[str]:
     main(["plan", "run.yaml", "--json", *more])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return [each["code"] for each in (*found["problems"], *found["warnings"])]
+    given = [each["code"] for each in (*found["problems"], *found["warnings"])]
+    return [code for code in given if code != "D007"]  # the folder has weights alone, no tokenizer
 
 
 def test_a_plan_refuses_constants_that_it_cannot_read(
