@@ -227,7 +227,9 @@ def test_prompts_are_rendered_for_a_model_whose_weights_are_not_there_yet(folder
 def test_prompts_that_nobody_waits_for_are_dropped(model: Path) -> None:
     """They are begun before the plan is made, which may refuse the run at once."""
     found = settings("reward.function=exact_match", f"model.path={model}")
+    before = psutil.Process().children(recursive=True)  # those that tests share
     with FirstPrompts(found) as prompts:
+        assert set(psutil.Process().children(recursive=True)) > set(before)
         assert not list(prompts.problems({"data.train"}))
-    assert not psutil.Process().children(recursive=True)
+    assert not set(psutil.Process().children(recursive=True)) - set(before)
     assert not list(FirstPrompts(settings(f"model.path={'m' * 300}")).problems(set()))
