@@ -72,7 +72,7 @@ class LayerPasses:
             try:
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
             except BaseException as error:
-                # Up to torch 2.11 the hooks for what is saved stay in force, for all that follows, while its frame lives.
+                # In torch 2.11, not in 2.13, the hooks for what is saved stay in force, for all that follows, while it lives.
                 clear_frames(error.__traceback__)
                 raise
 

@@ -82,7 +82,7 @@ def cut_layers(model: PreTrainedModel, mesh: TrainMesh, *, within: nn.Module | N
 
 def planned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, str]]:
     """Modules of a model's decoder that its family's plan names, and what the plan says of each; no embeddings, which are cut
-    with the head whatever a plan says (that of tied ones does up to transformers 5.17)."""
+    with the head whatever a plan says (that of tied ones is in it in transformers 5.17, no more in 5.24)."""
     decoder = decoder_of(model)
     plan = decoder.config.get_text_config().base_model_tp_plan or {}
     words = ((name, module, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))) for name, module in decoder.named_modules())
